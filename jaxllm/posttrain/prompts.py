@@ -98,7 +98,7 @@ def load_prompts(
             an error, since it would never be answered.
     """
     kind, _, digits = name.partition(":")
-    records = arithmetic(digits or "1") if kind == ARITHMETIC else read_prompts(Path(name))
+    records = arithmetic(digits or "1", asks=template is not None) if kind == ARITHMETIC else read_prompts(Path(name))
     found = []
     for number, record in enumerate(records, 1):
         where = f"{name}:{number}"
@@ -156,8 +156,12 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def arithmetic(digits: str) -> list[dict[str, Any]]:
+def arithmetic(digits: str, *, asks: bool = False) -> list[dict[str, Any]]:
     """Sums of two numbers with so many digits, each with its ``answer``: all pairs of one digit, else a fixed draw.
+
+    Args:
+        digits: of each number at most.
+        asks: prompts are messages that ask for the sum, for a model with a chat template.
 
     Raises:
         DataError: ``digits`` is no number from 1 to 6.
@@ -169,7 +173,11 @@ def arithmetic(digits: str) -> list[dict[str, Any]]:
         pairs = [(a, b) for a in range(10) for b in range(10)]
     else:
         pairs = np.random.default_rng(0).integers(0, top, (ARITHMETIC_PROMPTS, 2)).tolist()
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+    return [{"prompt": _question(a, b) if asks else f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+
+
+def _question(a: int, b: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}]
 
 
 def prompt_source(

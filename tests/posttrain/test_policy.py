@@ -175,7 +175,9 @@ def test_prompts():
     assert len({one.text for one in found}) == 100
     assert all(eval(one.text[:-1]) == int(one.row["answer"]) for one in found)
     assert "100 prompts" in line
-    assert len(load_prompts("arithmetic:3", NoBos(), template, 20)[0]) == 1000
+    asked = load_prompts("arithmetic:3", NoBos(), template, 60)[0]
+    assert len(asked) == 1000
+    assert all(one.text.startswith("<What is ") and one.text.endswith(">!") for one in asked)
     with pytest.raises(DataError, match="1 to 6 digits"):
         load_prompts("arithmetic:0", NoBos(), None, 20)
 

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxllm.models import functional
+from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.posttrain import train_policy
 from jaxllm.posttrain.advantages import group_centred, group_normalised, leave_one_out
 from jaxllm.posttrain.algorithms import ALGORITHMS, resample_on_correct
 from jaxllm.posttrain.policy_training import RolloutFeed, open_policy_data, with_algorithm
 from jaxllm.posttrain.rewards import RewardError
-from jaxllm.train import Run, value_and_grad
+from jaxllm.train import ObjectiveConfig, Run, value_and_grad
 from jaxllm.train import loop as training_loop
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.step.loss import token_logprobs
@@ -221,14 +222,29 @@ class CheckedFeed(RolloutFeed):
         return contextlib.nullcontext(checked())
 
 
-@proof("posttraining", cases=["dp", "data=2,fsdp=2,tensor=2"], sample=1, bound=1e-5)
-def rollouts_are_on_policy(mesh: str) -> float:
-    """Largest difference at any token over 6 steps with a swap each; nothing is compiled after the first rollout."""
+@proof("posttraining", cases=["dp", "data=2,fsdp=2,tensor=2", "adapter"], sample=1, bound=1e-5)
+def rollouts_are_on_policy(case: str) -> float:
+    """Largest difference at any token over 6 steps with a swap each; nothing is compiled after the first rollout.
+
+    The adapter is trained beside a frozen base, which is the reference of its KL term.
+    """
     with tempfile.TemporaryDirectory() as name:
-        config = with_algorithm(policy_run(Path(name), steps=6, mesh=mesh))
+        if case == "adapter":
+            base = train_policy(policy_run(Path(name), name="base", steps=1)).directory
+            config = policy_run(
+                Path(name), steps=6, init_from=str(base), reference="start",
+                adapter=AdapterConfig("lora", rank=4, targets=("attention", "mlp")),
+                objective=ObjectiveConfig("policy", ("kl=0.1",)),
+            )  # fmt: skip
+        else:
+            config = policy_run(Path(name), steps=6, mesh=case)
+        config = with_algorithm(config)
         feed = CheckedFeed(config, *open_policy_data(config))
-        training_loop.train(config, data=feed.dataset, feed=feed)
+        directory = training_loop.train(config, data=feed.dataset, feed=feed).directory
         assert feed.steps == 6
+        if case == "adapter":
+            kl = [row["kl"] for row in rows_of(directory)]
+            assert abs(kl[0]) < 1e-6 < kl[-1], "the adapter starts as its base, and leaves it"
         return feed.worst
 
 
