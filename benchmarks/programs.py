@@ -50,6 +50,7 @@ RECIPES = {
     "quickstart": "cpu:1",
     "sft_smollm2": "h100:1x1",
     "dpo_smollm2": "h100:1x1",
+    "grpo_arith_smollm2": "h100:1x1",
     "ipo_smollm2": "h100:1x1",
     "kto_smollm2": "h100:1x1",
     "orpo_smollm2": "h100:1x1",

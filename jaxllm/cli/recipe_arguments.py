@@ -19,7 +19,7 @@ from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.config import closest, new_field_names
 
 if TYPE_CHECKING:
-    from jaxllm.train import RunConfig
+    from jaxllm.train import RunConfig, TrainResult
 
 Recipe = Callable[[], "RunConfig"]
 RECIPES = "jaxllm.recipes"
@@ -42,7 +42,7 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
     argv, default = with_sources(argv, default)
     check_settings(argv, default)
     return tyro.cli(
-        tyro.conf.AvoidSubcommands[RunConfig], default=default, args=argv, prog=prog, description=recipe.__doc__
+        tyro.conf.AvoidSubcommands[type(default)], default=default, args=argv, prog=prog, description=recipe.__doc__
     )
 
 
@@ -141,15 +141,21 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
     """Trains a recipe with the settings of ``argv`` and returns the exit status; called by recipe files too."""
 
     def run() -> int:
-        from jaxllm.train import train as run_training
-
         config = configure(recipe, sys.argv[1:] if argv is None else argv, prog)
         use_compilation_cache()
         with processes(config.distributed):
-            finished = run_training(config)
+            finished = start_training(config)
         return 0 if finished.complete else 128 + (finished.signal or 0)
 
     return guarded(run)
+
+
+def start_training(config: RunConfig) -> TrainResult:
+    """Trains a run by the loop for its kind of configuration."""
+    from jaxllm.posttrain import PolicyRunConfig, train_policy
+    from jaxllm.train import train
+
+    return train_policy(config) if isinstance(config, PolicyRunConfig) else train(config)
 
 
 def recipes() -> dict[str, importlib.metadata.EntryPoint]:

@@ -46,7 +46,21 @@ CHARTS: tuple[tuple[str, str, Series, dict[str, Any]], ...] = (
     ("step time", "s", metric_series("step_seconds"), {"zero": True}),
     ("waiting for data", "s a step", metric_series("data_wait"), {"zero": True}),
     ("memory", "GiB on the fullest device", metric_series("memory_bytes", 2**-30), {"zero": True}),
+    # Post-training
+    ("accuracy", "share of pairs in the right order", metric_series("accuracy"), {"zero": True}),
+    ("margin", "difference of the implicit rewards", metric_series("margin"), {}),
+    ("reward", "mean over completions", metric_series("reward"), {}),
+    ("length", "tokens of a completion", metric_series("completion_tokens"), {"zero": True}),
+    ("entropy", "nats per token", metric_series("entropy"), {"zero": True}),
+    ("KL", "nats per token, from the reference", metric_series("kl"), {}),
+    ("clipped", "share of tokens", metric_series("clipped"), {"zero": True}),
+    ("mismatch", "nats per token, rollout and training", metric_series("mismatch"), {"zero": True}),
+    ("groups of equal rewards", "", metric_series("equal_groups"), {"zero": True}),
+    ("rollouts", "s a step", metric_series("rollout_seconds"), {"zero": True}),
+    ("weight swap", "s a step", metric_series("swap_seconds"), {"zero": True}),
 )
+EPISODES_SHOWN = 8
+"""Episodes of the last step that a report shows: those with the highest and with the lowest rewards."""
 
 
 def html_report(run: RunRecord) -> str:
@@ -54,6 +68,10 @@ def html_report(run: RunRecord) -> str:
     body = [f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}</p>", tiles(run)]
     body.append(f'<div class="grid-of">{loss_chart([run])}{"".join(charts([run]))}</div>')
     body.append(goodput_section(run))
+    if run.episodes:
+        body.append(
+            f'<h2>Episodes of step {run.episodes[-1]["step"]}</h2><div class="panel">{episode_table(run)}</div>'
+        )
     if run.layers:
         body.append(f'<h2>Layers, step {run.layers[-1]["step"]}</h2><div class="grid-of">{layer_charts(run)}</div>')
     for name, text in run.profiles.items():
@@ -135,7 +153,10 @@ def figures(run: RunRecord) -> dict[str, str]:
         out["training loss"] = f"{run.steps[-1]['nll']:.4f}"
     if run.heldout:
         out["held-out loss"] = f"{run.heldout[-1]['heldout_nll']:.4f}"
-        out["bits per byte"] = f"{run.heldout[-1]['heldout_bits_per_byte']:.4f}"
+        if (bits := run.heldout[-1].get("heldout_bits_per_byte")) is not None:
+            out["bits per byte"] = f"{bits:.4f}"
+        if (accuracy := run.heldout[-1].get("heldout_accuracy")) is not None:
+            out["held-out accuracy"] = f"{100 * accuracy:.1f}%"
     for title, key, text in (
         ("tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
         ("MFU", "mfu", lambda v: f"{100 * v:.1f}%"),
@@ -189,6 +210,22 @@ def charts(runs: Sequence[RunRecord]) -> list[str]:
         if lines:
             out.append(f"<figure>{chart(lines, title=title, unit=unit, **options)}</figure>")
     return out
+
+
+def episode_table(run: RunRecord) -> str:
+    """Table of episodes of the last step: those with the highest and the lowest rewards, and those without one."""
+    ordered = sorted(run.episodes, key=lambda row: (row["reward"] is None, -(row["reward"] or 0.0)))
+    half = EPISODES_SHOWN // 2
+    shown = ordered if len(ordered) <= EPISODES_SHOWN else ordered[:half] + ordered[-half:]
+    cells = "".join(
+        f"<tr><td>{'none' if row['reward'] is None else format(row['reward'], '.3g')}</td>"
+        f"<td>{row['advantage']:.2f}</td><td>{row['tokens']}</td>"
+        f"<td><pre>{escape(row['prompt'][-400:])}</pre></td>"
+        f"<td><pre>{escape(row['completion'][:800])}</pre>{escape(row.get('failure', ''))}</td></tr>"
+        for row in shown
+    )
+    head = "".join(f"<th>{name}</th>" for name in ("reward", "advantage", "tokens", "prompt", "completion"))
+    return f"<table><tr>{head}</tr>{cells}</table>"
 
 
 def layer_charts(run: RunRecord) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class RunRecord:
         events: see ``jaxllm.observe.event_log``; empty for runs of versions without an event log.
         receipt: of a finished run.
         profiles: text summaries of profiles, by the profile's name.
+        episodes: rows of the last step's rollouts, of runs of reinforcement learning.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class RunRecord:
     events: list[dict[str, Any]]
     receipt: dict[str, Any] | None
     profiles: dict[str, str]
+    episodes: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -97,10 +99,17 @@ def read_record(path: Path) -> RunRecord:
         steps=[row for row in rows if "nll" in row],
         heldout=[row for row in rows if "heldout_nll" in row],
         layers=read_rows(path / "layers.jsonl"),
+        episodes=last_episodes(path / "episodes.jsonl"),
         events=read_events(path),
         receipt=read_json(receipt) if receipt.exists() else None,
         profiles={file.parent.name: file.read_text() for file in sorted(path.glob("profiles/*/summary.txt"))},
     )
+
+
+def last_episodes(file: Path) -> list[dict[str, Any]]:
+    """Rows of the last step in a log of episodes; empty where a run has none."""
+    rows = read_rows(file)
+    return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def flat(config: dict[str, Any], path: str = "") -> dict[str, Any]:

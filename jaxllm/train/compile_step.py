@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def compile_for(
         OutOfDeviceMemory: the compiler says that the program exceeds device memory.
         CompilerMissing: the compiler is not installed; names the extra to install.
     """
-    arguments = {"config": to_dict(config), "keep": None if keep is None else str(keep.absolute())}
+    own = RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
+    arguments = {"config": to_dict(own), "keep": None if keep is None else str(keep.absolute())}
     env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
     report = run_isolated("jaxllm.train.compile_step:compile_here", on, arguments, progress=progress, env=env)
     return aot.CompileReport.from_json(report)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -69,7 +69,34 @@ class TrainResult:
     evaluation: Evaluation | None
 
 
-def train(config: RunConfig, *, also: Sequence[StateProvider] = (), data: Dataset | None = None) -> TrainResult:
+@runtime_checkable
+class BatchFeed(Protocol):
+    """Batches that depend on the parameters, such as rollouts of a policy, in place of those of the data source."""
+
+    def batches(
+        self, run: Run, first: int, params: Callable[[], Any]
+    ) -> contextlib.AbstractContextManager[Iterator[tuple[int, Any]]]:
+        """Context manager with an iterator over (step, batch on the devices).
+
+        Args:
+            run: the run, whose data source has blank batches of the same shape.
+            first: step of the first batch.
+            params: returns the parameters after the steps so far; the next step donates them.
+        """
+        ...
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Metrics of the batch of step ``step``, counted from 1, for the log."""
+        ...
+
+
+def train(
+    config: RunConfig,
+    *,
+    also: Sequence[StateProvider] = (),
+    data: Dataset | None = None,
+    feed: BatchFeed | None = None,
+) -> TrainResult:
     """Trains the model that ``config`` describes, or resumes its run from the newest checkpoint.
 
     Ctrl-C and SIGTERM finish the current step, save a checkpoint and return; the next call with the same configuration
@@ -80,6 +107,7 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = (), data: Datase
         also: other parts of the program whose state is saved and restored in the run's checkpoints.
         data: the data set to train on, whose ``train`` may be any ``DataSource``; None: the one that ``config.data``
             describes.
+        feed: gives the batches instead of ``data``, which then says their shape and has the data cursor; None: none.
 
     Raises:
         ResumeError: the directory holds a run with a different configuration.
@@ -114,7 +142,7 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = (), data: Datase
         with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:
             view = recorder.view
             announce_run(run, view, first)
-            state, done = run_with_rollback(run, state, first, saver, recorder, stopping)
+            state, done = run_with_rollback(run, state, first, saver, recorder, stopping, feed)
             saver.finish()
             events.write("saved", step=done)
             if done < config.steps:
@@ -129,13 +157,20 @@ def train(config: RunConfig, *, also: Sequence[StateProvider] = (), data: Datase
 
 
 def run_with_rollback(
-    run: Run, state: TrainState, first: int, saver: Saver, recorder: Recorder, stopping: list[int]
+    run: Run,
+    state: TrainState,
+    first: int,
+    saver: Saver,
+    recorder: Recorder,
+    stopping: list[int],
+    feed: BatchFeed | None = None,
 ) -> tuple[TrainState, int]:
     """Compiles the step and runs it to the end or to a signal, rolling back at loss spikes where the run does so.
 
     Args:
         state: after ``first`` steps; its buffers are donated.
         stopping: numbers of the signals received so far (``stop_signals``).
+        feed: see ``train``.
 
     Returns:
         the state and the number of steps done.
@@ -156,7 +191,7 @@ def run_with_rollback(
 
     while True:
         try:
-            return run_until(run, step, evaluate, state, first, saver, recorder, stopped)
+            return run_until(run, step, evaluate, state, first, saver, recorder, stopped, feed)
         except RollbackRequested as request:
             spike, values = request.step, request.values
         # Outside of the except block nothing references the abandoned state, so two states never share the memory.
@@ -172,6 +207,7 @@ def run_until(
     saver: Saver,
     recorder: Recorder,
     stopped: Callable[[], bool],
+    feed: BatchFeed | None = None,
 ) -> tuple[TrainState, int]:
     """Loop over training steps, from step ``first`` until the last step or until ``stopped()``.
 
@@ -183,6 +219,7 @@ def run_until(
         evaluate: evaluation on held-out text every ``eval_every`` steps; None: none.
         state: after ``first`` steps.
         stopped: whether to stop after this step; called once per step, the same in all processes.
+        feed: see ``train``.
 
     Returns:
         the state and the number of steps done.
@@ -196,8 +233,18 @@ def run_until(
     recorder.start_clock()
     pending: list[tuple[int, dict[str, Any]]] = []  # the dispatched step whose metrics have not been read
     done = first
-    batches = Prefetcher(run.batches, first, run.put_batch, shard=run.data_shard, num_shards=run.num_data_shards)
-    with batches, jax.set_mesh(run.mesh), StepWatchdog(config.observe.stalled_after) as watchdog:
+
+    def current_params() -> Any:
+        nonlocal state
+        state = run.settled(state)
+        return state.params
+
+    batches: Any = (
+        Prefetcher(run.batches, first, run.put_batch, shard=run.data_shard, num_shards=run.num_data_shards)
+        if feed is None
+        else feed.batches(run, first, current_params)
+    )
+    with batches as given, jax.set_mesh(run.mesh), StepWatchdog(config.observe.stalled_after) as watchdog:
         values: dict[str, float] = {}
 
         def read_pending_metrics() -> None:
@@ -208,13 +255,13 @@ def run_until(
             with watchdog.waiting_for(number):
                 values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
             check_step_metrics(run, recorder, saver, number, values)
-            recorder.step(number, values, metrics)
+            recorder.step(number, values | (feed.metrics(number) if feed is not None else {}), metrics)
 
         def wait_for_devices() -> None:
             read_pending_metrics()
             jax.block_until_ready(state)
 
-        for number, batch in recorder.timed_batches(batches, pending):
+        for number, batch in recorder.timed_batches(given, pending):
             with recorder.profiler.before_step(number + 1, wait_for_devices), watchdog.waiting_for(number + 1):
                 waits = {"wait": saver.wait_copied} if isinstance(step, StepPrograms) else {}
                 state, metrics = step(state, batch, **waits)

@@ -75,7 +75,7 @@ def reference_loss(name: str, options: dict[str, Any], params: Any, frozen: Any,
         (one, logits_one), (two, logits_two) = now[2 * number : 2 * number + 2]
         (was_one, _), (was_two, _) = before[2 * number : 2 * number + 2]
         ratio_one, ratio_two = one.sum() - was_one.sum(), two.sum() - was_two.sum()
-        beta = options.get("beta")
+        beta: Any = options.get("beta")
         if name == "dpo":
             x, e = beta * (ratio_one - ratio_two), options["label_smoothing"]
             total += -(1 - e) * jnp.log(1 / (1 + jnp.exp(-x))) - e * jnp.log(1 / (1 + jnp.exp(x)))

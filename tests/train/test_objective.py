@@ -92,11 +92,11 @@ def plain_loss(params: Any, batch: Batch) -> Any:
 
 @pytest.fixture
 def row(monkeypatch):
-    monkeypatch.setitem(OBJECTIVES, "policy", ClippedPolicyObjective)
+    monkeypatch.setitem(OBJECTIVES, "clipped_policy", ClippedPolicyObjective)
     monkeypatch.setitem(OBJECTIVES, "consistency", ConsistencyObjective)
 
 
-def run_config(mesh: str = "dp", name: str = "policy", **fields: Any) -> RunConfig:
+def run_config(mesh: str = "dp", name: str = "clipped_policy", **fields: Any) -> RunConfig:
     shared: dict[str, Any] = {
         "model": MODEL,
         "mesh": mesh,
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused_by_name(rng, row):
     sophia = run_config(optim=OptimConfig(rate, kind="sophia"), model=model)
     assert "estimates the Hessian of next-token cross-entropy" in refusal(sophia)
     assert "reads no reference_logprobs: leave reference empty" in refusal(run_config(reference="start"))
-    assert "policy, consistency. Did you mean 'policy'?" in refusal(run_config(name="polcy"))
+    assert "clipped_policy, consistency. Did you mean 'clipped_policy'?" in refusal(run_config(name="clipped_polcy"))
 
     batch = drawn(rng)
     check_batch_fields(run_config(), batch)

@@ -66,6 +66,8 @@ def evaluate(argv: list[str]) -> int:
         loaded = load_model(model, step=step, mesh=MeshSpec.parse("dp").build() if group.size > 1 else None)
         if "data" not in loaded.meta.get("config", {}):
             raise UsageError(f"{model} was not trained with jaxllm, so it has no held-out text; give --tasks.")
+        if "algorithm" in loaded.meta["config"]:
+            raise UsageError(f"{model} was trained by rewards and has no held-out text; give --tasks.")
         config = from_dict(RunConfig, loaded.meta["config"], "the checkpoint's config")
         dataset = load_dataset(config.data, loaded.tokenizer, loaded.template)
         if dataset.heldout is None:

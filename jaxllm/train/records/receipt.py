@@ -89,6 +89,11 @@ def reproduction_config(receipt: dict[str, Any], out: Path) -> RunConfig:
         ReceiptError: the configuration is not the one that was run, or a run of that name exists in ``out``.
         ConfigError: the configuration belongs to another version of jaxllm; names the key.
     """
+    if "algorithm" in receipt["config"]:
+        raise ReceiptError(
+            "the receipt is of reinforcement learning; train its recipe again under another --name to repeat it: its "
+            "rollouts depend on the seed alone."
+        )
     config = from_dict(RunConfig, receipt["config"], "the receipt's config")
     if digest(config) != receipt["config_hash"]:
         raise ReceiptError(

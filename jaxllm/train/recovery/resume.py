@@ -87,7 +87,7 @@ def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) ->
     Raises:
         ResumeError: lists every such difference.
     """
-    changed = differences(from_dict(RunConfig, meta["config"], "the checkpoint's config"), config)
+    changed = differences(from_dict(type(config), meta["config"], "the checkpoint's config"), config)
     listed = [str(d) for d in changed if not d.runtime_only]
     if listed:
         raise ResumeError(

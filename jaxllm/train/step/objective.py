@@ -20,6 +20,7 @@ from jaxllm.train.objectives.objective_base import LossSums as LossSums
 from jaxllm.train.objectives.objective_base import Objective as Objective
 from jaxllm.train.objectives.objective_base import sharded_loss_sums as sharded_loss_sums
 from jaxllm.train.objectives.objective_base import sharded_token_logprobs as sharded_token_logprobs
+from jaxllm.train.objectives.policy_loss import PolicyObjective
 from jaxllm.train.objectives.preference_losses import DPO, IPO, ORPO, BradleyTerry, SimPO
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -30,6 +31,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "orpo": ORPO,
     "simpo": SimPO,
     "reward_model": BradleyTerry,
+    "policy": PolicyObjective,
 }
 """Objective table: name -> class. A row may be added from outside the package."""
 

@@ -99,11 +99,12 @@ def losses_of_trl(name: str) -> float:
     options = {key: value for key, value in OPTIONS[name].items() if key != "label_smoothing"}
     objective: Any = make_objective(ObjectiveConfig(name, tuple(f"{key}={value}" for key, value in options.items())))
     ours = np.asarray(objective.pair_losses(*scores))
-    beta, means = options["beta"], [torch.tensor(p / n) for p, n in zip(logprobs, lengths, strict=True)]
+    beta = options["beta"]
+    means: list[Any] = [torch.tensor(p / n) for p, n in zip(logprobs, lengths, strict=True)]
     if name == "orpo":
         from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
-        own = SimpleNamespace(beta=beta, accelerator=SimpleNamespace(device="cpu"))
+        own: Any = SimpleNamespace(beta=beta, accelerator=SimpleNamespace(device="cpu"))
         losses, *_ = ORPOTrainer.odds_ratio_loss(own, *means)
         want = (-means[0] - losses).numpy()
     elif name == "simpo":
@@ -125,6 +126,7 @@ def trainer(**fields: Any) -> Any:
     from collections import defaultdict
 
     accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x, num_processes=1)
+    accelerator.reduce = lambda x, reduction: x
     shared = {
         "model": SimpleNamespace(training=False), "accelerator": accelerator, "aux_loss_enabled": False,
         "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0, "_tp_size": 1,

@@ -1,0 +1,31 @@
+"""Reinforcement learning of language models: rollouts by the engine, rewards, advantages, and the policy's updates."""
+
+from typing import TYPE_CHECKING
+
+from jaxllm.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from jaxllm.posttrain.algorithms import ALGORITHMS, Algorithm
+    from jaxllm.posttrain.policy_config import PolicyRunConfig, RolloutConfig
+    from jaxllm.posttrain.policy_training import train_policy
+    from jaxllm.posttrain.rewards import REWARDS, RewardError
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "jaxllm.posttrain.algorithms": ("ALGORITHMS", "Algorithm"),
+        "jaxllm.posttrain.policy_config": ("PolicyRunConfig", "RolloutConfig"),
+        "jaxllm.posttrain.policy_training": ("train_policy",),
+        "jaxllm.posttrain.rewards": ("REWARDS", "RewardError"),
+    },
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "REWARDS",
+    "Algorithm",
+    "PolicyRunConfig",
+    "RewardError",
+    "RolloutConfig",
+    "train_policy",
+]

@@ -1,0 +1,89 @@
+"""Configuration of a run of reinforcement learning: a training run with prompts, rewards, rollouts and an algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxllm.config import runtime_only
+from jaxllm.posttrain.algorithms import find_algorithm
+from jaxllm.posttrain.rewards import find_rewards
+from jaxllm.train.config import RunConfig
+from jaxllm.train.step.objective import ObjectiveConfig
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Rollouts: completions that the policy samples before each of its updates.
+
+    They are drawn from the model's own distribution, at temperature 1 without filters, as the loss assumes.
+
+    Attributes:
+        prompts: prompts per step.
+        group: completions of each prompt that an update uses.
+        max_tokens: largest length of a completion in tokens.
+        max_sequences: completions that the engine decodes at a time.
+        max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
+            on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
+        attempts: most times that prompts are drawn for one step where the algorithm replaces groups of equal rewards.
+        reward_timeout: seconds that a reward function may take for one completion; 0: any.
+        episodes: episodes of each step that are written to episodes.jsonl; 0: all.
+    """
+
+    prompts: int = 8
+    group: int = 8
+    max_tokens: int = 128
+    max_sequences: int = runtime_only(32)
+    max_staleness: int = 0
+    attempts: int = 3
+    reward_timeout: float = 60.0
+    episodes: int = runtime_only(0)
+
+    def __post_init__(self) -> None:
+        least = {"prompts": 1, "group": 1, "max_tokens": 1, "max_sequences": 1, "attempts": 1, "episodes": 0}
+        least["max_staleness"] = 0
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"rollout.{name} = {getattr(self, name)}; give {value} or more.")
+        if self.reward_timeout < 0:
+            raise ValueError(f"rollout.reward_timeout = {self.reward_timeout}; give seconds, or 0 for any time.")
+
+
+@dataclass(frozen=True)
+class PolicyRunConfig(RunConfig):
+    """Configuration of a run of reinforcement learning.
+
+    Attributes:
+        algorithm: row of ``jaxllm.posttrain.ALGORITHMS``; ``objective.options`` replace its options.
+        prompts: ``arithmetic:DIGITS`` (sums of numbers, with answers) or a JSONL file of records with ``prompt``, a
+            text or messages, and whatever fields the rewards read.
+        rewards: reward functions: ``NAME``, ``module:function``, each with ``=WEIGHT`` if other than 1.
+        rollout: how completions are sampled.
+    """
+
+    algorithm: str = "grpo"
+    prompts: str = "arithmetic:1"
+    rewards: tuple[str, ...] = ("exact_answer",)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig("policy"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        algorithm = find_algorithm(self.algorithm)
+        find_rewards(self.rewards)
+        rollout, data = self.rollout, self.data
+        if self.objective.name != "policy":
+            raise ValueError(f'objective.name = "{self.objective.name}"; reinforcement learning has "policy".')
+        if rollout.group * algorithm.oversample < 2 and self.algorithm != "reinforce++":
+            raise ValueError(
+                f"rollout.group = 1, but {self.algorithm} compares completions of a group; give 2 or more."
+            )
+        if rollout.max_tokens >= data.seq_len:
+            raise ValueError(
+                f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in rows of data.seq_len = "
+                f"{data.seq_len}; give fewer, or longer rows."
+            )
+
+    @property
+    def completions(self) -> int:
+        """Completions that one update uses."""
+        return self.rollout.prompts * self.rollout.group

@@ -1,0 +1,266 @@
+"""Policy training: rollouts, rewards and updates of one policy, in one process and on the same devices.
+
+    step n   swap the policy's weights into the engine -> rollouts -> rewards -> advantages -> packed batch -> update
+
+The update is the training step of ``jaxllm.train`` with the policy objective; checkpoints, resume, metrics and reports
+are those of any run. What a step samples depends on the run's seed and the step alone, so that a resumed run gives the
+same curve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.config import ConfigError
+from jaxllm.data import Batch, Dataset
+from jaxllm.data.loader import resolve_tokenizer
+from jaxllm.peft.adapted_model import merge_adapters
+from jaxllm.posttrain.algorithms import find_algorithm
+from jaxllm.posttrain.episode_log import EPISODES, EpisodeLog
+from jaxllm.posttrain.policy_config import PolicyRunConfig
+from jaxllm.posttrain.prompts import Prompt, PromptSource, load_prompts, prompt_source
+from jaxllm.posttrain.rewards import RewardError, find_rewards, judge
+from jaxllm.posttrain.rollout_batch import (
+    Episode,
+    is_informative,
+    judged_group,
+    rollout_batch,
+    rows_needed,
+    with_advantages,
+)
+from jaxllm.posttrain.rollout_queue import RolloutQueue
+from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, derived_seed, one_device
+from jaxllm.text import Tokenizer
+from jaxllm.train.init_from import open_initial_model
+from jaxllm.train.loop import TrainResult, train
+from jaxllm.train.objectives.policy_loss import PolicyObjective, check_policy_reference
+from jaxllm.train.run import Run
+from jaxllm.train.run_model import base_model
+from jaxllm.train.step.objective import make_objective
+
+MOST_FAILURES = 0.5
+"""Share of a step's completions without a reward above which the run stops."""
+
+
+def train_policy(config: PolicyRunConfig) -> TrainResult:
+    """Trains a policy by reinforcement learning, or resumes its run.
+
+    Raises:
+        RewardError: most completions of a step have no reward. The run resumes from its last checkpoint.
+        ConfigError, DataError: settings or prompts cannot be used; the message says why.
+        ResumeError and others: as ``jaxllm.train.train``.
+    """
+    config = with_algorithm(config)
+    feed = RolloutFeed(config, *open_policy_data(config))
+    return train(config, data=feed.dataset, feed=feed)
+
+
+def with_algorithm(config: PolicyRunConfig) -> PolicyRunConfig:
+    """The run with its algorithm's options in the objective, before those that it sets itself.
+
+    Raises:
+        ConfigError: an option is unknown, or a KL term lacks its reference.
+    """
+    own = {option.partition("=")[0]: option for option in config.objective.options}
+    defaults = {option.partition("=")[0]: option for option in find_algorithm(config.algorithm).options}
+    options = tuple((defaults | own).values())
+    config = replace(config, objective=replace(config.objective, options=options))
+    objective = make_objective(config.objective, config.z_loss)
+    assert isinstance(objective, PolicyObjective)
+    check_policy_reference(objective, config.reference)
+    return config
+
+
+def open_policy_data(config: PolicyRunConfig) -> tuple[PromptSource, Tokenizer, str]:
+    """Prompts of a run, the tokenizer, and a line for a log.
+
+    Raises:
+        ConfigError: a batch is too small for the completions of a step.
+        DataError: the prompts cannot be used.
+    """
+    opened = open_initial_model(config.init_from, config.model) if config.init_from else None
+    if config.data.tokenizer == "model" and opened is None:
+        raise ConfigError("data.tokenizer is 'model', but the run starts from no model; set init_from, or name one.")
+    given = opened is not None and config.data.tokenizer == "model"
+    tokenizer = opened.tokenizer if given and opened else resolve_tokenizer(config.data.tokenizer, None)
+    rollout, data = config.rollout, config.data
+    room = data.seq_len + 1 - rollout.max_tokens
+    prompts, line = load_prompts(config.prompts, tokenizer, opened.template if opened else None, room)
+    source = prompt_source(
+        prompts,
+        per_step=rollout.prompts,
+        attempts=rollout.attempts if find_algorithm(config.algorithm).dynamic else 1,
+        batch_size=data.batch_size,
+        seq_len=data.seq_len,
+        seed=config.seed,
+        fields={"tokenizer": tokenizer.fingerprint, "group": rollout.group, "max_tokens": rollout.max_tokens},
+    )
+    needed = rows_needed(config.completions, source.longest + rollout.max_tokens, data.seq_len)
+    if needed > data.batch_size:
+        raise ConfigError(
+            f"{config.completions} completions of up to {source.longest + rollout.max_tokens} tokens may take {needed} "
+            f"rows of data.seq_len = {data.seq_len}; give data.batch_size = {needed} or more, longer rows, or "
+            "a smaller rollout.prompts or rollout.group."
+        )
+    return source, tokenizer, line
+
+
+class StepRollouts(NamedTuple):
+    """Rollouts of a step: packed rows, their episodes by prompt, and means for the log."""
+
+    batch: Batch
+    groups: list[list[Episode]]
+    metrics: dict[str, float]
+
+
+class RolloutFeed:
+    """Batches of rollouts for the training loop, each sampled with the weights of the step before (``BatchFeed``).
+
+    Args:
+        config: the run.
+        source: its prompts.
+        tokenizer: of the model.
+        summary: line for the log.
+    """
+
+    def __init__(self, config: PolicyRunConfig, source: PromptSource, tokenizer: Tokenizer, summary: str):
+        self.config, self.source, self.tokenizer = config, source, tokenizer
+        self.algorithm, self.rewards = find_algorithm(config.algorithm), find_rewards(config.rewards)
+        # A cached property serves a protocol's property; the type checker does not see it.
+        self.dataset = Dataset(config.data, source, None, tokenizer, summary)  # pyright: ignore[reportArgumentType]
+        self._metrics: dict[int, dict[str, float]] = {}
+        self.engine: RolloutEngine | None = None
+
+    @contextlib.contextmanager
+    def batches(self, run: Run, first: int, params: Callable[[], Any]) -> Iterator[Iterator[tuple[int, Any]]]:
+        """Context manager with an iterator over (step, batch on the devices), from step ``first`` on."""
+        longest = self.source.longest + self.config.rollout.max_tokens
+        model = base_model(self.config)
+        merge = jax.jit(lambda params: merge_adapters(run.model, params)) if self.config.adapter else lambda x: x
+        mesh = None if one_device(run.mesh) else run.mesh
+        with jax.set_mesh(run.mesh):
+            weights = merge(params())
+        self.engine = engine = RolloutEngine(
+            model, weights, self.tokenizer, mesh, longest, self.config.rollout.max_sequences
+        )
+        engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
+        file = run.directory.path / EPISODES if run.directory.writes else None
+        log = EpisodeLog(file, first, self.config.rollout.episodes)
+
+        def swap() -> None:
+            with jax.set_mesh(run.mesh):
+                engine.swap(merge(params()))
+
+        ahead = self.config.rollout.max_staleness
+        with RolloutQueue(swap, self.rollout_step, ahead, self.config.steps) as queue:
+            yield self._each(run, first, queue, log)
+
+    def _each(self, run: Run, first: int, queue: RolloutQueue, log: EpisodeLog) -> Iterator[tuple[int, Any]]:
+        for step in itertools.count(first):
+            found = queue.next(step)
+            rollouts: StepRollouts = found.batch
+            log.write(step + 1, rollouts.groups)
+            self._metrics[step + 1] = rollouts.metrics | {
+                "swap_seconds": found.swap_seconds,
+                "rollout_seconds": found.rollout_seconds,
+                "rollout_wait": found.waited,
+            }
+            yield step, run.put_batch(rollouts.batch)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Metrics of the rollouts of step ``step``, counted from 1; given out once."""
+        return self._metrics.pop(step, {})
+
+    def rollout_step(self, step: int) -> StepRollouts:
+        """Samples and judges the rollouts of a step, and packs them.
+
+        Raises:
+            RewardError: most completions have no reward.
+        """
+        config, rollout = self.config, self.config.rollout
+        groups: list[list[Episode]] = []
+        dropped, seen = 0, []
+        attempts = self.source.attempts
+        for attempt in range(attempts):
+            found = self._groups(step, attempt)
+            seen += [one for group in found for one in group]
+            informative = [group for group in found if is_informative(group)]
+            if not self.algorithm.dynamic:
+                groups = found
+                break
+            dropped += len(found) - len(informative)
+            groups = (groups + informative)[: rollout.prompts]
+            if len(groups) == rollout.prompts:
+                break
+        self._check_failures(step, seen)
+        if groups:
+            groups = with_advantages(groups, self.algorithm)
+        episodes = [one for group in groups for one in group]
+        stale = [step + 1 - version for one in seen for version in one.rollout.versions]
+        metrics = rollout_metrics(seen, groups) | {
+            "dropped_groups": float(dropped),
+            "staleness": float(np.mean(stale)) if stale else 0.0,
+        }
+        data, largest = config.data, rollout.max_tokens
+        batch = rollout_batch(episodes, self.algorithm, data.batch_size, data.seq_len, largest)
+        return StepRollouts(batch, groups, metrics)
+
+    def _groups(self, step: int, attempt: int) -> list[list[Episode]]:
+        """Episodes of the prompts of one attempt at a step."""
+        assert self.engine is not None
+        rollout, seed = self.config.rollout, derived_seed(self.config.seed, step, attempt)
+        prompts: list[Prompt] = self.source.prompts_at(step, attempt)
+        count = rollout.group * self.algorithm.oversample
+        sampled: list[list[Rollout]] = self.engine.sample(prompts, count, rollout.max_tokens, seed)
+        found = []
+        for place, group in enumerate(sampled):
+            judgements = [
+                judge(self.rewards, one.prompt.text, one.text, one.prompt.row, rollout.reward_timeout) for one in group
+            ]
+            own = derived_seed(seed, place, 1)
+            found.append(judged_group(group, judgements, self.algorithm, rollout.group, rollout.max_tokens, own))
+        return found
+
+    def _check_failures(self, step: int, episodes: list[Episode]) -> None:
+        failed = [one for one in episodes if one.judgement.failure]
+        if len(failed) > MOST_FAILURES * len(episodes):
+            one = failed[0]
+            raise RewardError(
+                f"step {step + 1}: {len(failed)} of {len(episodes)} completions have no reward; the first: "
+                f"{one.judgement.failure}. Prompt: {one.rollout.prompt.text[:200]!r}, completion: "
+                f"{one.rollout.text[:200]!r}. Mend the reward function and start again: the run resumes from its last "
+                "checkpoint."
+            )
+
+
+def rollout_metrics(seen: list[Episode], groups: list[list[Episode]]) -> dict[str, float]:
+    """Means over the rollouts of a step.
+
+    Args:
+        seen: all of them.
+        groups: those that the update uses.
+    """
+    rewards = [one.reward for one in seen if np.isfinite(one.reward)]
+    lengths = [float(len(one.rollout.tokens)) for one in seen]
+    used = [one.advantage for group in groups for one in group]
+    found = {
+        "reward": float(np.mean(rewards)) if rewards else float("nan"),
+        "reward_std": float(np.std(rewards)) if rewards else float("nan"),
+        "completion_tokens": float(np.mean(lengths)) if lengths else 0.0,
+        "cut_completions": float(np.mean([one.rollout.finish == "length" for one in seen])) if seen else 0.0,
+        "failed_rewards": float(sum(bool(one.judgement.failure) for one in seen)),
+        "equal_groups": float(sum(not is_informative(group) for group in groups)),
+        "advantage_std": float(np.std(used)) if used else 0.0,
+    }
+    names = {name for one in seen for name in one.judgement.terms}
+    for name in sorted(names):
+        values = [one.judgement.terms[name] for one in seen if name in one.judgement.terms]
+        found[f"reward/{name}"] = float(np.mean(values))
+    return found

