@@ -229,7 +229,7 @@ def test_a_self_draft_keeps_fewer_layers_than_there_are():
         SelfDraftProposer(3, served)
 
 
-@pytest.mark.drawn(0.4)
+@pytest.mark.drawn(0.3)
 def test_an_engine_makes_the_proposer_that_its_configuration_names(rng, float64):
     """Self-speculation of a measured length, before and after other weights: greedy tokens are the model's."""
     sizes = dataclasses.replace(engines.ENGINES["one after the other"], speculate="self:1")
