@@ -18,6 +18,7 @@ from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.policies import Fair, Job, Service, View
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models.attention_context import KVSpec
 from jaxllm.peft import AdapterError
 from pallas_kernels.grouped_lora import PAGE_RANKS
@@ -70,6 +71,21 @@ def test_a_mixed_batch_is_each_adapter_alone(engine, rng):
         params = engines.params_of("llama", "float64") if n is None else merged("llama", "float64", n, RANKS[n])
         assert engines.error("llama", "float64", [request], params) < 1e-10
     assert engine.adapter_slots.evictions >= before + 3
+
+
+@pytest.mark.drawn(0.2)
+def test_drafts_are_verified_with_the_adapter(float64):
+    """N-gram proposals in a batch of two adapters and the base: each is as that adapter alone."""
+    sizes = dataclasses.replace(adapters.SIZES, verify_tokens=3, decode_steps=1)
+    engine = engines.build(sizes, "llama", "float64", proposer=NgramProposer())
+    for n in range(2):
+        engine.load_adapter(f"a{n}", drawn("llama", n, RANKS[n]))
+    params = dataclasses.replace(GREEDY, max_tokens=16, logit_bias={7: 9.0, 8: 9.0})
+    requests = run(engine, ([7, 8, 7, 8, 9], "a0"), ([7, 8, 9, 7, 8], "a1"), ([9, 7, 8, 7, 8], None), params=params)
+    for n, request in zip((0, 1, None), requests, strict=True):
+        weights = engines.params_of("llama", "float64") if n is None else merged("llama", "float64", n, RANKS[n])
+        assert engines.error("llama", "float64", [request], weights) < 1e-10
+    assert engine.metrics.accepted_tokens > 0
 
 
 def test_the_prefix_cache_knows_adapters(engine, rng):
