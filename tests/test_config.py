@@ -73,7 +73,7 @@ def test_json_and_back(config):
 def test_every_recipe_survives_json():
     for name in cli.recipes():
         config = cli.find_recipe(name)()
-        assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+        assert from_dict(type(config), json.loads(json.dumps(to_dict(config)))) == config
 
 
 def test_what_is_left_out_is_the_default_and_integers_are_fine_floats():

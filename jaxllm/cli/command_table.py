@@ -64,7 +64,7 @@ COMMANDS = {
     "simulate": Command(
         "jaxllm.cli.commands.planning.simulate",
         "simulate",
-        "Simulate serving on devices elsewhere: `jaxllm simulate MODEL --on h200:8 --trace poisson:4`.",
+        "Simulate serving on devices elsewhere: `jaxllm simulate MODEL --on h200:8`.",
     ),
     "doctor": Command(
         "jaxllm.cli.commands.doctor",

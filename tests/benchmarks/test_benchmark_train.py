@@ -93,15 +93,14 @@ def test_as_many_layers_as_the_compiler_lets_in_every_precision(monkeypatch):
     assert by_formula == 10
 
 
-@pytest.mark.drawn(0.3)
+@pytest.mark.drawn(0.2)
 def test_a_gpus_compiler_plans_the_step():
-    """More layers take more memory, at the least their parameters, moments and gradients."""
-    few, more = (planned(dataclasses.replace(TINY, layers=n, hidden=256, mlp=512), "h100:1x1", True) for n in (2, 4))
-    assert few.compiled_bytes is not None
-    assert more.compiled_bytes is not None
-    weights = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
-    assert more.compiled_bytes - few.compiled_bytes > 2 * 12 * weights
-    assert few.fits
+    """A step takes, at the least, the parameters, moments and gradients of its layers."""
+    found = planned(dataclasses.replace(TINY, layers=2, hidden=256, mlp=512), "h100:1x1", True)
+    assert found.compiled_bytes is not None
+    weights = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
+    assert 12 * weights < found.compiled_bytes < 40 * weights
+    assert found.fits
 
 
 def test_devices_by_what_jax_calls_them():

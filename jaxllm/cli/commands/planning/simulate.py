@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def simulate(argv: list[str]) -> int:
-    """Simulate serving on devices elsewhere: `jaxllm simulate MODEL --on h200:8 --trace poisson:4`."""
+    """Simulate serving on devices elsewhere: `jaxllm simulate MODEL --on h200:8`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
