@@ -22,9 +22,9 @@ from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks
 from jaxllm.optim.sophia import HessianEstimate
 from jaxllm.train.config import RunConfig
+from jaxllm.train.objectives.objective_base import HIDDEN, TOKENS, LossSums
 from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches, unpermute_sequence, value_and_grad
-from jaxllm.train.objectives.objective_base import HIDDEN, TOKENS, LossSums
 from jaxllm.train.step.train_state import TrainState
 from pallas_kernels.ring_attention import Layout
 
