@@ -120,19 +120,17 @@ def load_prompts(
 def encode_prompt(
     prompt: str | list[dict[str, Any]], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> tuple[str, tuple[int, ...]]:
-    """(text, tokens) of a prompt: messages through the chat template, a text as it is.
+    """(text, tokens) of a prompt: messages through the chat template, a text as ``LLM`` encodes it.
 
     Raises:
         DataError: messages without a template, or an empty prompt.
     """
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
-        text = prompt
+        text, ids = prompt, tokenizer.encode(prompt, bos=tokenizer.adds_bos, specials=True)
     elif template is None:
         raise DataError("the prompt is a list of messages, but the model has no chat template; give a text")
     else:
-        text = template.render(prompt, None, add_generation_prompt=True)
-        ids = tokenizer.encode(text, specials=True)
+        text, ids = template.encode(tokenizer, prompt)
     if len(ids) == 0:
         raise DataError("the prompt is empty")
     return text, tuple(int(i) for i in ids)

@@ -39,8 +39,8 @@ KNOWN_BOS_EOS = (
 # Bytes that never occur in UTF-8 text, so a vocabulary may lack them.
 NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
-# Tokens spelt like special ones that a file does not mark as special, such as DeepSeek's <｜User｜>.
-_CONTROL_NAME = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
+# Tokens spelt like special ones that a file does not mark as such: DeepSeek's have full-width bars.
+_CONTROL_NAME = re.compile("<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -274,9 +274,7 @@ class HFTokenizer(Tokenizer):
     def fingerprint(self) -> str:
         """Hash over everything that determines the ids."""
         model = self._json["model"]
-        added = sorted(
-            (index, self._name(one), index in self._specials) for index, one in self._added.items()
-        )
+        added = sorted((index, self._name(one), index in self._specials) for index, one in self._added.items())
         rules = [self._json.get("normalizer"), self._json.get("pre_tokenizer")]
         rules += [sorted(self._unmarked)] if self._unmarked else []
         if self._byte_level:

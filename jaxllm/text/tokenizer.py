@@ -18,7 +18,6 @@ from jaxtyping import Int
 
 from jaxllm.files import DataError
 
-
 MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xE100))))
 """Characters that stand for characters of content while a conversation is encoded: noncharacters first."""
 
@@ -165,6 +164,14 @@ class Tokenizer(ABC):
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, and a `prefix_space` is removed."""
         raw = self.decode_bytes(ids, specials=specials)
         return (raw.removeprefix(b" ") if self.prefix_space else raw).decode("utf-8", errors="replace")
+
+    def prompt_text(self, ids: Sequence[int]) -> str:
+        """Text of a prompt, for an echo: names of special tokens are part of it, but not of the one that begins it."""
+        return self.decode(ids[1:] if self.is_begun(ids) else ids, specials=True)
+
+    def is_begun(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt begins with the token that begins a document, where that is put before every text."""
+        return len(ids) > 0 and ids[0] == self.start_id and (self.adds_bos or len(ids) == 1)
 
     @cached_property
     def token_lengths(self) -> Int[np.ndarray, " V"]:

@@ -135,6 +135,7 @@ class ChatTemplate:
     def _constants(self) -> tuple[str, ...]:
         """Strings in the templates' source."""
         import jinja2
+        import jinja2.nodes
 
         found = set[str]()
         for source in self.sources.values():

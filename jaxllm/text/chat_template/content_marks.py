@@ -115,9 +115,7 @@ def _rules(names: frozenset[str], looked_for: tuple[str, ...]) -> tuple[list[str
     words = [name for name in ordered if name[0] not in edges]
 
     def overlaps(text: str) -> bool:
-        return any(
-            name in text or text in name or _touches(text, name) or _touches(name, text) for name in ordered
-        )
+        return any(name in text or text in name or _touches(text, name) or _touches(name, text) for name in ordered)
 
     apart = sorted({one for one in looked_for if edges & set(one) and not overlaps(one)}, key=len, reverse=True)
     groups = ("|".join(map(re.escape, one)) or "(?!)" for one in (apart, words, sorted(edges)))
