@@ -130,7 +130,7 @@ def encode_prompt(
     template: ChatTemplate | None,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[str, tuple[int, ...]]:
-    """(text, tokens) of a prompt: messages through the chat template, a text as it is.
+    """(text, tokens) of a prompt: messages through the chat template, a text as ``LLM`` encodes it.
 
     Where the template leaves tools out, a system message describes them.
 
@@ -138,16 +138,14 @@ def encode_prompt(
         DataError: messages without a template, or an empty prompt.
     """
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
-        text = prompt
+        text, ids = prompt, tokenizer.encode(prompt, bos=tokenizer.adds_bos, specials=True)
     elif template is None:
         raise DataError("the prompt is a list of messages, but the model has no chat template; give a text")
     else:
-        text = template.render(prompt, list(tools) or None, add_generation_prompt=True)
-        if tools and text == template.render(prompt, None, add_generation_prompt=True):
+        text, ids = template.encode(tokenizer, prompt, list(tools) or None)
+        if tools and text == template.render(prompt, None):
             described = {"role": "system", "content": tool_instructions(tools)}
-            text = template.render([described, *prompt], None, add_generation_prompt=True)
-        ids = tokenizer.encode(text, specials=True)
+            text, ids = template.encode(tokenizer, [described, *prompt])
     if len(ids) == 0:
         raise DataError("the prompt is empty")
     return text, tuple(int(i) for i in ids)
