@@ -55,10 +55,11 @@ class GenerationJob:
 
 @dataclass
 class Usage:
-    """Token counts of a request: its prompts, and its completions."""
+    """Token counts of a request: its prompts, what the prefix cache had of them, and its completions."""
 
     prompt: int = 0
     completion: int = 0
+    cached: int = 0
 
     def body(self) -> dict[str, int]:
         """The counts as OpenAI's ``usage`` object."""
@@ -183,6 +184,7 @@ class RequestDispatcher:
         timer = self.metrics.start_request(usage.prompt)
         seconds = self.config.request_seconds
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        cached = dict[int, int]()
         try:
             async with contextlib.aclosing(
                 self._one(jobs[0], usage) if len(jobs) == 1 else self._merged(jobs, usage)
@@ -194,6 +196,8 @@ class RequestDispatcher:
                         break
                     number, output = found
                     usage.completion += len(output.tokens)
+                    cached[number] = output.request.cached_tokens
+                    usage.cached = sum(cached.values())
                     timer.output((number, output.number), len(output.tokens), output.finish)
                     if output.finish == "error" and output.request.failure:
                         raise ApiError(400, output.request.failure, param="model", code="adapter_unreadable")

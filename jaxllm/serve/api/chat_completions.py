@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -53,7 +54,7 @@ class ChatCompletionHandler:
         async for _, output in self._dispatcher.run(self.jobs, self.usage, self._record):
             found, finish = self._parse(output)
             deltas[output.number] += found
-            scores[output.number] += self._logprobs(output)
+            scores[output.number] += self.logprobs_of(output)
             ends[output.number] = finish or ends[output.number]
         choices = [
             {
@@ -73,7 +74,7 @@ class ChatCompletionHandler:
         for number in range(self.jobs[0].params.n):
             yield self._chunk(number, {"role": "assistant", "content": "", "refusal": None}, counts)
         async for _, output in self._dispatcher.run(self.jobs, self.usage, self._record):
-            scores = self._logprobs(output)
+            scores = self.logprobs_of(output)
             deltas, finish = self._parse(output)
             if scores and not deltas:
                 deltas = [{}]  # log-probabilities of tokens whose text the parser still holds back
@@ -85,6 +86,12 @@ class ChatCompletionHandler:
         if counts:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage.body()})
         yield DONE
+
+    async def deltas(self) -> AsyncGenerator[tuple[list[Delta], str | None, OutputDelta], None]:
+        """Yields (message deltas, finish reason once it has ended, output) of a single completion, for other APIs."""
+        async with contextlib.aclosing(self._dispatcher.run(self.jobs, self.usage, self._record)) as outputs:
+            async for _, output in outputs:
+                yield *self._parse(output), output
 
     def _parse(self, output: OutputDelta) -> tuple[list[Delta], str | None]:
         """Message deltas of an output delta, and the finish reason once the completion has ended."""
@@ -104,7 +111,8 @@ class ChatCompletionHandler:
         last = {"usage": None} if counts else {}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **last})
 
-    def _logprobs(self, output: OutputDelta) -> list[dict[str, Any]]:
+    def logprobs_of(self, output: OutputDelta) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens of an output delta; empty unless they are requested."""
         if not self._body.logprobs:
             return []
         tokenizer = self._dispatcher.backend.tokenizer
