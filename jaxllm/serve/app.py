@@ -49,6 +49,7 @@ from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_routes import add_message_routes
 from jaxllm.serve.middleware import RequestMiddleware, error_response
+from jaxllm.serve.responses.response_routes import add_response_routes
 from jaxllm.serve.server_metrics import ServerMetrics
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
@@ -56,6 +57,11 @@ _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
+GENERATING = (
+    *("ChatRequest", "CompletionRequest", "ResponseRequest", "InputTokensRequest"),
+    *("MessageRequest", "CountTokensRequest"),
+)
+"""Schemas of requests whose model may be an adapter or an effort policy."""
 _INFERENCE_ERRORS = errors(404, 408, 429, 503)
 
 
@@ -196,6 +202,7 @@ def create_app(
     service = app.state.service = ApiService(config)
     _add_error_handlers(app)
     _add_inference_routes(app, service)
+    add_response_routes(app, service)
     add_message_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:
@@ -365,7 +372,7 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
         names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
         shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
-        for request in ("ChatRequest", "CompletionRequest"):
+        for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
         for request in ("TokenizeRequest", "DetokenizeRequest"):
             shapes[request]["properties"]["model"] = {"enum": [*names, None]}
@@ -383,7 +390,8 @@ def _bound_by_backend(shapes: dict[str, Any], backend: Backend) -> None:
     _bound_tokens(shapes, backend.tokenizer.vocab_size)
     known = {("EmbeddingRequest", "dimensions"): [backend.embedding_dim, None]}
     if not backend.supports_priority:
-        known |= {(request, "priority"): [0, None] for request in ("ChatRequest", "CompletionRequest")}
+        prioritised = (request for request in GENERATING if "priority" in shapes[request]["properties"])
+        known |= {(request, "priority"): [0, None] for request in prioritised}
     for (request, field), values in known.items():
         described = shapes[request]["properties"][field]
         shapes[request]["properties"][field] = {"enum": values, "description": described["description"]}

@@ -38,7 +38,13 @@ def json_response(value: Any, status: int = 200) -> Response:
 class RequestHandler(Protocol):
     """Interface of the handler of one request that generates text, whole or streamed."""
 
-    jobs: list[GenerationJob]
+    @property
+    def jobs(self) -> list[GenerationJob]:
+        """Prompts and their sampling parameters."""
+        ...
+
+    @jobs.setter
+    def jobs(self, jobs: list[GenerationJob]) -> None: ...
 
     async def whole(self) -> dict[str, Any]:
         """Response body of a request that is not streamed."""
