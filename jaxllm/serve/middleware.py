@@ -30,15 +30,16 @@ _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
-class ErrorResponse(Response):
+class LoggedErrorResponse(Response):
     """JSON response that writes the reason of the error to the request's log record.
 
     Args:
         error: the error.
+        path: path of the request, which the shape of the body depends on.
     """
 
-    def __init__(self, error: ApiError):
-        super().__init__(dumps(error.body()), error.status, {**error.headers}, "application/json")
+    def __init__(self, error: ApiError, path: str):
+        super().__init__(dumps(error.body_for(path)), error.status, {**error.headers}, "application/json")
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,9 +47,9 @@ class ErrorResponse(Response):
         await super().__call__(scope, receive, send)
 
 
-def error_response(error: ApiError) -> Response:
-    """JSON response of an API error."""
-    return ErrorResponse(error)
+def error_response(error: ApiError, path: str) -> Response:
+    """JSON response of an API error, in the shape of the API that the path belongs to."""
+    return LoggedErrorResponse(error, path)
 
 
 class RequestMiddleware:
@@ -93,7 +94,7 @@ class RequestMiddleware:
                 self._check(scope, headers, record)
                 receive = await self._body(scope, receive)
             except ApiError as error:
-                await error_response(error)(scope, receive, reply)
+                await error_response(error, scope["path"])(scope, receive, reply)
                 return
             await self._app(scope, receive, reply)
         finally:

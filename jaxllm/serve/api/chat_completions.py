@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -58,7 +59,7 @@ class ChatCompletionHandler:
         async for _, output in self._dispatcher.run(self.jobs, self.usage, self._record):
             found, finish = self._parse(output)
             deltas[output.number] += found
-            scores[output.number] += self._logprobs(output)
+            scores[output.number] += self.logprobs_of(output)
             ends[output.number] = finish or ends[output.number]
             add_token_ids(also[output.number], self._token_ids(output))
             if self._body.prompt_logprobs is not None and "prompt_logprobs" not in about:
@@ -89,7 +90,7 @@ class ChatCompletionHandler:
             )
             about = {}
         async for _, output in self._dispatcher.run(self.jobs, self.usage, self._record):
-            scores, ids = self._logprobs(output), self._token_ids(output)
+            scores, ids = self.logprobs_of(output), self._token_ids(output)
             deltas, finish = self._parse(output)
             if (scores or ids.get("token_ids")) and not deltas:
                 deltas = [{}]  # log-probabilities and ids of tokens whose text the parser still holds back
@@ -109,6 +110,12 @@ class ChatCompletionHandler:
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
         """Token ids of an output delta, if requested."""
         return {"token_ids": list(output.tokens)} if self._body.return_token_ids else {}
+
+    async def deltas(self) -> AsyncGenerator[tuple[list[Delta], str | None, OutputDelta], None]:
+        """Yields (message deltas, finish reason once it has ended, output) of a single completion, for other APIs."""
+        async with contextlib.aclosing(self._dispatcher.run(self.jobs, self.usage, self._record)) as outputs:
+            async for _, output in outputs:
+                yield *self._parse(output), output
 
     def _parse(self, output: OutputDelta) -> tuple[list[Delta], str | None]:
         """Message deltas of an output delta, and the finish reason once the completion has ended."""
@@ -134,7 +141,8 @@ class ChatCompletionHandler:
         }
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice], **about})
 
-    def _logprobs(self, output: OutputDelta) -> list[dict[str, Any]]:
+    def logprobs_of(self, output: OutputDelta) -> list[dict[str, Any]]:
+        """Log-probabilities of the tokens of an output delta; empty unless they are requested."""
         if not self._body.logprobs:
             return []
         tokenizer = self._dispatcher.backend.tokenizer
