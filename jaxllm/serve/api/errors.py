@@ -95,8 +95,8 @@ def validation_error(problems: Sequence[Mapping[str, Any]], body: Any = None) ->
     parts = [] if not unknown else [_unknown(unknown)]
     parts += [_sentence(path, errors, body) for path, errors in found.items() if path not in unknown]
     more = f"; and {len(parts) - MAX_PROBLEMS} more" if len(parts) > MAX_PROBLEMS else ""
-    param, errors = next(iter(found.items()))
-    kind = str(errors[0].get("type", ""))
+    param = unknown[0] if unknown else next(iter(found))
+    kind = str(found[param][0].get("type", ""))
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(kind, kind or None)
     return ApiError(400, "; ".join(parts[:MAX_PROBLEMS]) + more + ".", param=param or None, code=code)
 
