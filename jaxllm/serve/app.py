@@ -34,7 +34,13 @@ from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, dumps, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
-from jaxllm.serve.api.prompt_encoding import encode_chat, encode_prompts, encode_text, render_chat
+from jaxllm.serve.api.prompt_encoding import (
+    encode_chat,
+    encode_prompts,
+    encode_text,
+    render_chat,
+    with_model_sampling,
+)
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -146,6 +152,7 @@ class ApiService:
             "created": self._began,
             "owned_by": "jaxllm",
             "max_model_len": self.ready().backend.max_len,
+            "sampling": dict(self.ready().backend.sampling),
         }
 
     async def answer(
@@ -167,6 +174,7 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
