@@ -35,7 +35,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -141,6 +141,7 @@ class ApiService:
             "created": self._began,
             "owned_by": "jaxllm",
             "max_model_len": self.ready().backend.max_len,
+            "sampling": dict(self.ready().backend.sampling),
         }
 
     async def prepare(
@@ -171,6 +172,7 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]

@@ -162,6 +162,8 @@ class ModelCard(ResponseModel):
     created: int
     owned_by: str
     max_model_len: int
+    sampling: dict[str, float] = {}
+    """Extension: sampling parameters of requests that give none, from the model's ``generation_config.json``."""
     parent: str | None = None
     """Base of an adapter; absent for the base itself."""
 
