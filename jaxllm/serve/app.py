@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxllm.infer.adapter_catalogue import AdapterNotFoundError, AdapterRevision
+from jaxllm.infer.start_progress import StartProgress
 from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
@@ -75,6 +76,7 @@ class ApiService:
         efforts: effort policies by model name.
         metrics: Prometheus metrics.
         dispatcher: passes requests to the engine; None until the engine is ready.
+        start: progress of loading the model and of compiling its programs, for ``/ready``.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
     """
@@ -84,6 +86,7 @@ class ApiService:
         self.efforts = dict(config.efforts)
         self.metrics = ServerMetrics(self.name)
         self.dispatcher: RequestDispatcher | None = None
+        self.start = StartProgress()
         self.draining = False
         self.failure: str | None = None
         self._began = int(time.time())
@@ -103,6 +106,18 @@ class ApiService:
             why = "the server is stopping" if self.draining else "the model is still being loaded"
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
         return self.dispatcher
+
+    def readiness(self) -> Response:
+        """Response of ``/ready``: what the server does, and how many of the engine's programs are loaded."""
+        done, total = self.start.programs
+        body = {"programs_done": done, "programs": total}
+        try:
+            self.ready()
+        except ApiError as error:
+            stage = "compiling" if self.start.stage == "ready" else self.start.stage
+            status = "stopping" if self.draining else stage if self.failure is None else "failed"
+            return Response(dumps({"status": status, **body, **error.body()}), 503, error.headers, "application/json")
+        return json_response({"status": "ready", **body})
 
     def check_model(self, name: str | None) -> AdapterRevision | None:
         """Adapter that a request's model name means, in its newest revision; None for the base and effort policies.
@@ -293,11 +308,10 @@ def _add_status_routes(app: FastAPI, service: ApiService) -> None:
             raise ApiError(503, service.failure, code="failed")
         return json_response({"status": "ok"})
 
-    @app.get("/ready", response_model=shapes.Status, responses=errors(503))
+    @app.get("/ready", response_model=shapes.Readiness, responses={**errors(), 503: {"model": shapes.Readiness}})
     async def ready() -> Response:
-        """Readiness check: 200 once all programs are loaded and until the server stops."""
-        service.ready()
-        return json_response({"status": "ready"})
+        """Readiness check: 200 once the server answers requests and until it stops; says what it does meanwhile."""
+        return service.readiness()
 
     @app.get("/version", response_model=shapes.Version, responses=errors())
     async def version() -> Response:
