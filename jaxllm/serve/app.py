@@ -33,10 +33,10 @@ from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
-from jaxllm.serve.api.errors import ApiError, validation_error
+from jaxllm.serve.api.errors import ApiError, dumps, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -187,7 +187,6 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
-        body = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
