@@ -10,34 +10,17 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.llm import LLM
-from jaxllm.serve.api.errors import ApiError, dumps
 from jaxllm.serve.app import ApiService, create_app
 from jaxllm.serve.backend import Backend, EngineBackend
 from jaxllm.serve.config import ServeConfig
+from jaxllm.serve.http_connection import HttpConnection
 
 BackendFactory = Callable[[], AbstractAsyncContextManager[Backend]]
 """Context manager that loads the model and runs its engine while it is open."""
-
-
-class HttpConnection(H11Protocol):
-    """HTTP/1.1 connection of uvicorn with errors in OpenAI's shape, and its transport in the request's state."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Stores the transport, so that a stream can abort a connection whose client does not read."""
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "transport": transport}
-
-    def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are not HTTP with an API error, and closes the connection."""
-        body = dumps(ApiError(400, msg).body()).encode()
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
 
 
 class Server(uvicorn.Server):

@@ -41,6 +41,8 @@ def serve(argv: list[str]) -> int:
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
+        max_connections: int = 512,
+        header_seconds: float = 10.0,
         request_seconds: float | None = None,
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
@@ -76,6 +78,9 @@ def serve(argv: list[str]) -> int:
                 default detected from the chat template.
             queue: maximum number of queued sequences; further requests are refused with status 429.
             max_body: maximum size of a request body in bytes.
+            max_connections: maximum number of open connections; clients that have not sent a whole request are
+                disconnected first to make room.
+            header_seconds: time in which the headers of a request must arrive.
             request_seconds: maximum duration of a request; unlimited by default.
             grace_seconds: time that running requests have to end after SIGTERM.
             log_prompts: write prompts to the log too.
@@ -116,7 +121,8 @@ def serve(argv: list[str]) -> int:
 
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
-            queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
+            queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
+            request_seconds=request_seconds, grace_seconds=grace_seconds,
             log_prompts=log_prompts, tool_parser=tool_parser,
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
