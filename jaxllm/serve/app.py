@@ -16,7 +16,7 @@ import dataclasses
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
 from typing import Any
@@ -45,6 +45,7 @@ from jaxllm.serve.api.request_schemas import (
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.batches.batch_routes import add_batch_routes
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_routes import add_message_routes
@@ -76,6 +77,7 @@ class ApiService:
         dispatcher: passes requests to the engine; None until the engine is ready.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
+        when_open, when_closing: what routes do once the engine is ready, and before it is closed.
     """
 
     def __init__(self, config: ServeConfig):
@@ -85,12 +87,24 @@ class ApiService:
         self.dispatcher: RequestDispatcher | None = None
         self.draining = False
         self.failure: str | None = None
+        self.when_open: list[Callable[[], Awaitable[None]]] = []
+        self.when_closing: list[Callable[[], Awaitable[None]]] = []
         self._began = int(time.time())
 
     def open_for(self, backend: Backend) -> None:
         """Makes the server ready: from now on requests go to ``backend``."""
         self.metrics.attach(backend)
         self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
+
+    async def open_routes(self) -> None:
+        """Lets routes do what needs the engine; call it after ``open_for``."""
+        for opened in self.when_open:
+            await opened()
+
+    async def close_routes(self) -> None:
+        """Lets routes end what needs the engine, before it is closed."""
+        for closed in self.when_closing:
+            await closed()
 
     def ready(self) -> RequestDispatcher:
         """The dispatcher of a ready server.
@@ -202,7 +216,7 @@ def create_app(
     service = app.state.service = ApiService(config)
     _add_error_handlers(app)
     _add_inference_routes(app, service)
-    add_response_routes(app, service)
+    add_batch_routes(app, service, add_response_routes(app, service))
     add_message_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:

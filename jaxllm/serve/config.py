@@ -31,6 +31,8 @@ class ServeConfig:
         adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
         admin_keys: API keys that may load and unload adapters; empty: nobody may.
         efforts: effort policies, as (model name in requests, policy).
+        batch_dir: directory of files and batches; None: there are none.
+        max_file: maximum size of an uploaded file in bytes.
         stored_responses: responses that ``previous_response_id`` can name; the least recently used are dropped.
         stored_bytes: maximum bytes of all of them.
     """
@@ -52,6 +54,8 @@ class ServeConfig:
     adapter_dirs: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     efforts: tuple[tuple[str, EffortPolicy], ...] = ()
+    batch_dir: str | None = None
+    max_file: int = 100 * 2**20
     stored_responses: int = 1000
     stored_bytes: int = 64 * 2**20
 
@@ -65,6 +69,7 @@ class ServeConfig:
             ("grace_seconds", 0),
             ("stored_responses", 0),
             ("stored_bytes", 0),
+            ("max_file", 1),
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"serve: {name} = {getattr(self, name)}; give {least} or more.")

@@ -93,7 +93,11 @@ class Server(uvicorn.Server):
         try:
             async with self._factory() as backend:
                 self.service.open_for(backend)
-                await stop.wait()
+                try:
+                    await self.service.open_routes()
+                    await stop.wait()
+                finally:
+                    await self.service.close_routes()
         except BaseException as error:
             self.failure = error
             self.service.failure = "the model could not be loaded."
