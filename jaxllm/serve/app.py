@@ -34,7 +34,8 @@ from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
-from jaxllm.serve.api.prompt_encoding import encode_chat, encode_prompts, encode_text, render_chat
+from jaxllm.serve.api.logprobs import display_text, token_bytes
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -251,7 +252,10 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         service.check_base(body.model)
         record = request.scope["jaxllm.record"]
         record["user"] = body.user
-        prompts = await asyncio.to_thread(encode_prompts, dispatcher.backend.tokenizer, body.input, "input")
+        prompts = await asyncio.to_thread(
+            encode_prompts, dispatcher.backend.tokenizer, body.input, "input",
+            add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
+        )  # fmt: skip
         return json_response(await cancel_on_disconnect(request.receive, embed(dispatcher, body, prompts, record)))
 
     @app.post("/tokenize", response_model=shapes.Tokenized, responses=errors(404, 503))
@@ -261,15 +265,11 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages.", param="prompt")
-        if body.messages is not None:
-            text = await asyncio.to_thread(
-                render_chat, service.ready().chat_format, body.messages, variables=body.chat_template_kwargs,
-                generation_prompt=body.add_generation_prompt,
-            )  # fmt: skip
-            ids = await asyncio.to_thread(encode_chat, backend.tokenizer, text)
-        else:
-            ids = await asyncio.to_thread(encode_text, backend.tokenizer, body.prompt, begin=body.add_special_tokens)
-        return json_response({"tokens": ids, "count": len(ids), "max_model_len": backend.max_len})
+        ids = await asyncio.to_thread(tokenize_request, service.ready().chat_format, body)
+        out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": backend.max_len}
+        if body.return_token_strs:
+            out["token_strs"] = [display_text(token_bytes(backend.tokenizer, token)) for token in ids]
+        return json_response(out)
 
     @app.post("/detokenize", response_model=shapes.Detokenized, responses=errors(404, 503))
     async def detokenize(body: DetokenizeRequest) -> Response:

@@ -61,12 +61,13 @@ class Usage:
     completion: int = 0
     cached: int = 0
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """The counts as OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 

@@ -74,7 +74,10 @@ class BatchEndpoints:
     async def _embed(self, body: Any, slots: BatchSlots, record: dict[str, Any]) -> dict[str, Any]:
         dispatcher = self._service.ready()
         self._service.check_base(body.model)
-        prompts = await asyncio.to_thread(encode_prompts, dispatcher.backend.tokenizer, body.input, "input")
+        prompts = await asyncio.to_thread(
+            encode_prompts, dispatcher.backend.tokenizer, body.input, "input",
+            add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
+        )  # fmt: skip
         async with slots.taken(1):
             return await embed(dispatcher, body, prompts, record)
 
