@@ -264,9 +264,15 @@ def _hash_of(loaded: LoadedModel) -> str:
 
 
 def single_user_config(
-    loaded: LoadedModel, tokens: int, speculate: str | None = None, speculate_tokens: int | None = None
+    loaded: LoadedModel,
+    tokens: int,
+    speculate: str | None = None,
+    speculate_tokens: int | None = None,
+    full: bool = False,
 ) -> EngineConfig:
     """Engine configuration for one user: few programs, and room for sequences of this many tokens.
+
+    ``full``: with the full sampler, for parameters that need it; else the plain one.
 
     The length is a power of two, so that compiled programs are found again for the next prompt. On a CPU, prefill
     chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones, and need only one
@@ -279,7 +285,11 @@ def single_user_config(
     room = room if most is None else min(room, most)
     buckets = (64,) if jax.default_backend() == "cpu" else (64, 512)
     config = EngineConfig(
-        max_sequences=1, max_batched_tokens=buckets[-1], max_len=room, buckets=buckets, samplers=("plain",)
+        max_sequences=1,
+        max_batched_tokens=buckets[-1],
+        max_len=room,
+        buckets=buckets,
+        samplers=("full" if full else "plain",),
     )
     config = with_speculation(config, speculate, speculate_tokens)
     return replace(config, buckets=tuple(sorted({*buckets, *config.verify_buckets})))

@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxllm.infer.adapter_catalogue import AdapterNotFoundError, AdapterRevision
+from jaxllm.infer.start_progress import StartProgress
 from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
@@ -35,7 +36,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -44,6 +45,7 @@ from jaxllm.serve.api.request_schemas import (
     TokenizeRequest,
 )
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
+from jaxllm.serve.api.sampling_fields import SamplingFields
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.batches.batch_routes import add_batch_routes
@@ -76,6 +78,7 @@ class ApiService:
         efforts: effort policies by model name.
         metrics: Prometheus metrics.
         dispatcher: passes requests to the engine; None until the engine is ready.
+        start: progress of loading the model and of compiling its programs, for ``/ready``.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
         when_open, when_closing: what routes do once the engine is ready, and before it is closed.
@@ -86,6 +89,7 @@ class ApiService:
         self.efforts = dict(config.efforts)
         self.metrics = ServerMetrics(self.name)
         self.dispatcher: RequestDispatcher | None = None
+        self.start = StartProgress()
         self.draining = False
         self.failure: str | None = None
         self.when_open: list[Callable[[], Awaitable[None]]] = []
@@ -117,6 +121,18 @@ class ApiService:
             why = "the server is stopping" if self.draining else "the model is still being loaded"
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
         return self.dispatcher
+
+    def readiness(self) -> Response:
+        """Response of ``/ready``: what the server does, and how many of the engine's programs are loaded."""
+        done, total = self.start.programs
+        body = {"programs_done": done, "programs": total}
+        try:
+            self.ready()
+        except ApiError as error:
+            stage = "compiling" if self.start.stage == "ready" else self.start.stage
+            status = "stopping" if self.draining else stage if self.failure is None else "failed"
+            return Response(dumps({"status": status, **body, **error.body()}), 503, error.headers, "application/json")
+        return json_response({"status": "ready", **body})
 
     def check_model(self, name: str | None) -> AdapterRevision | None:
         """Adapter that a request's model name means, in its newest revision; None for the base and effort policies.
@@ -155,6 +171,7 @@ class ApiService:
             "created": self._began,
             "owned_by": "jaxllm",
             "max_model_len": self.ready().backend.max_len,
+            "sampling": dict(self.ready().backend.sampling),
         }
 
     async def prepare(
@@ -185,6 +202,8 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
+        if isinstance(body, SamplingFields):
+            body = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
@@ -305,11 +324,10 @@ def _add_status_routes(app: FastAPI, service: ApiService) -> None:
             raise ApiError(503, service.failure, code="failed")
         return json_response({"status": "ok"})
 
-    @app.get("/ready", response_model=shapes.Status, responses=errors(503))
+    @app.get("/ready", response_model=shapes.Readiness, responses={**errors(), 503: {"model": shapes.Readiness}})
     async def ready() -> Response:
-        """Readiness check: 200 once all programs are loaded and until the server stops."""
-        service.ready()
-        return json_response({"status": "ready"})
+        """Readiness check: 200 once the server answers requests and until it stops; says what it does meanwhile."""
+        return service.readiness()
 
     @app.get("/version", response_model=shapes.Version, responses=errors())
     async def version() -> Response:

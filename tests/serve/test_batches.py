@@ -14,8 +14,9 @@ from jaxllm.files import DataError
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.batches.batch_endpoints import PRIORITY
 from jaxllm.serve.batches.batch_journal import BatchJournal
+from jaxllm.serve.batches.offline_batch import BatchPaths, BatchProgress, open_batch, run_offline
 from tests.serve import servers
-from tests.serve.batch_features import BATCH_FEATURES, begun, ended, line, rows_of
+from tests.serve.batch_features import BATCH_FEATURES, begun, ended, line, rows_of, text_of
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +118,39 @@ def test_a_journal_drops_a_row_that_was_cut_short(tmp_path):
     path.write_bytes(b"{\n" + whole)
     with pytest.raises(DataError, match="1: the journal is damaged"):
         BatchJournal(path)
+
+
+def test_a_batch_without_a_server_is_resumed(tmp_path):
+    source, paths = tmp_path / "in.jsonl", BatchPaths(tmp_path / "in.jsonl", tmp_path / "new" / "out.jsonl")
+    source.write_bytes(text_of([line(0), line(1, "/v1/chat/completions"), b"{", *[line(n) for n in range(3, 9)]]))
+    config, seen = ServeConfig(name="tiny"), list[BatchProgress]()
+
+    class Stopped(Exception):
+        """What stops the first run."""
+
+    def stop(progress: BatchProgress) -> None:
+        seen.append(progress)
+        if progress.completed == 4:
+            raise Stopped
+
+    lines, journal = open_batch(paths)
+    with pytest.raises(Stopped):
+        run_offline(lines, journal, paths, config, servers.opener(servers.FixedRate(0.0, sequences=2)), stop)
+    assert not paths.out.exists()
+    again = servers.FixedRate(0.0, sequences=2)
+    lines, journal = open_batch(paths)
+    ended = run_offline(lines, journal, paths, config, servers.opener(again), seen.append)
+    assert ended == seen[-1] == BatchProgress(9, 8, 1)
+    assert again.begun == 8 - 4
+    assert [row["custom_id"] for row in journal_rows(paths.out)] == [f"c{n}" for n in (0, 1, *range(3, 9))]
+    assert ["line 3" in row["error"]["message"] for row in journal_rows(paths.errors)] == [True]
+    assert not paths.journal.exists()
+    with pytest.raises(DataError, match="exists"):
+        open_batch(paths)
+    paths.out.unlink()
+    open_batch(paths)[1].close()
+    source.write_bytes(text_of([line(1)]))
+    with pytest.raises(DataError, match="another input"):
+        open_batch(paths)
+    with pytest.raises(DataError, match="cannot be read"):
+        open_batch(BatchPaths(tmp_path / "none", paths.out))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
@@ -52,6 +53,7 @@ def serve(argv: list[str]) -> int:
         adapter_slots: int = 32,
         adapter_rank: int = 64,
         admin_key_file: Path | None = None,
+        generation_config: str = "auto",
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
@@ -92,6 +94,8 @@ def serve(argv: list[str]) -> int:
             adapter_rank: with --adapters: largest rank of an adapter.
             admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
                 and unload them while the server runs.
+            generation_config: auto: requests that give no temperature, top_p, top_k, ... get those of the model's
+                generation_config.json; none: OpenAI's defaults; or a directory with another generation_config.json.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
                 stays the same (docs/serve/speculation.md).
@@ -135,12 +139,13 @@ def serve(argv: list[str]) -> int:
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
 
         def load() -> LLM:
-            return LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, policy=order, adapters=found)
+            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config)
+            return LLM(loaded, sizes, policy=order, adapters=found)
 
         run_server(config, backend_factory(load))
         return 0
 
-    return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
+    return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

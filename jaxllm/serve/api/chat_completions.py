@@ -103,12 +103,6 @@ class ChatCompletionHandler:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage.body()})
         yield DONE
 
-    async def deltas(self) -> AsyncGenerator[tuple[list[Delta], str | None, OutputDelta], None]:
-        """Yields (message deltas, finish reason once it has ended, output) of a single completion, for other APIs."""
-        async with contextlib.aclosing(self._dispatcher.run(self.jobs, self.usage, self._record)) as outputs:
-            async for _, output in outputs:
-                yield *self._parse(output), output
-
     def _prompt_ids(self) -> dict[str, Any]:
         """Token ids of the prompt, if requested."""
         return {"prompt_token_ids": self.jobs[0].prompt} if self._body.return_token_ids else {}
@@ -116,6 +110,12 @@ class ChatCompletionHandler:
     def _token_ids(self, output: OutputDelta) -> dict[str, Any]:
         """Token ids of an output delta, if requested."""
         return {"token_ids": list(output.tokens)} if self._body.return_token_ids else {}
+
+    async def deltas(self) -> AsyncGenerator[tuple[list[Delta], str | None, OutputDelta], None]:
+        """Yields (message deltas, finish reason once it has ended, output) of a single completion, for other APIs."""
+        async with contextlib.aclosing(self._dispatcher.run(self.jobs, self.usage, self._record)) as outputs:
+            async for _, output in outputs:
+                yield *self._parse(output), output
 
     def _parse(self, output: OutputDelta) -> tuple[list[Delta], str | None]:
         """Message deltas of an output delta, and the finish reason once the completion has ended."""

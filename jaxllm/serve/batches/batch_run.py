@@ -27,7 +27,7 @@ async def run_batch(
     journal: BatchJournal,
     answer: Answer,
     width: int,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> None:
     """Answers every line that has no answer in the journal.
 

@@ -1,4 +1,4 @@
-"""Offline batch: answers a batch file without HTTP, over the code of ``/v1/batches``, and resumes where it was stopped."""
+"""Offline batch: answers a batch file without HTTP, over the code of `/v1/batches`, and resumes after a stop."""
 
 from __future__ import annotations
 
