@@ -54,6 +54,7 @@ from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_routes import add_message_routes
 from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.responses.response_routes import add_response_routes
+from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
@@ -238,6 +239,7 @@ def create_app(
     _add_inference_routes(app, service)
     add_batch_routes(app, service, add_response_routes(app, service))
     add_message_routes(app, service)
+    add_scoring_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:
         add_adapter_routes(app, service)
@@ -403,7 +405,8 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes.pop(foreign, None)
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
         names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
-        shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
+        for request in ("EmbeddingRequest", "ScoreRequest", "RerankRequest", "PoolingRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
         for request in ("TokenizeRequest", "DetokenizeRequest"):
