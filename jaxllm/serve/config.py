@@ -34,6 +34,8 @@ class ServeConfig:
         adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
         admin_keys: API keys that may load and unload adapters; empty: nobody may.
         efforts: effort policies, as (model name in requests, policy).
+        batch_dir: directory of files and batches; None: there are none.
+        max_file: maximum size of an uploaded file in bytes.
         stored_responses: responses that ``previous_response_id`` can name; the least recently used are dropped.
         stored_bytes: maximum bytes of all of them.
     """
@@ -57,6 +59,8 @@ class ServeConfig:
     adapter_dirs: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     efforts: tuple[tuple[str, EffortPolicy], ...] = ()
+    batch_dir: str | None = None
+    max_file: int = 100 * 2**20
     stored_responses: int = 1000
     stored_bytes: int = 64 * 2**20
 
@@ -64,7 +68,7 @@ class ServeConfig:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"serve: port = {self.port}; give 0 (any free one) to 65535.")
         least_of = {"queue": 0, "max_body": 1, "max_prompts": 1, "grace_seconds": 0, "max_connections": 1}
-        least_of |= {"stored_responses": 0, "stored_bytes": 0}
+        least_of |= {"stored_responses": 0, "stored_bytes": 0, "max_file": 1}
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"serve: {name} = {getattr(self, name)}; give {least} or more.")

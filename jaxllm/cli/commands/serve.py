@@ -59,6 +59,11 @@ def serve(argv: list[str]) -> int:
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
+        batch_dir: Path | None = None,
+        max_file: int = 100 * 2**20,
+        stored_responses: int = 1000,
+        stored_bytes: int = 64 * 2**20,
+        pooling: Literal["mean", "last"] | None = None,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -108,6 +113,13 @@ def serve(argv: list[str]) -> int:
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
                 (docs/serve/effort.md).
+            batch_dir: directory of files and batches (docs/serve/batches.md); without it /v1/files and /v1/batches
+                refuse.
+            max_file: with --batch-dir: maximum size of an uploaded file in bytes.
+            stored_responses: responses that previous_response_id can name; the least recently used are dropped.
+            stored_bytes: maximum bytes of all of them.
+            pooling: the model is an embedding model, with this pooling of hidden states: /score, /rerank and /pooling
+                use it (docs/serve/apis.md).
         """
         try:
             from jaxllm.serve import ServeConfig, backend_factory
@@ -127,6 +139,8 @@ def serve(argv: list[str]) -> int:
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
             efforts=read_policies(effort),
+            batch_dir=None if batch_dir is None else str(batch_dir), max_file=max_file,
+            stored_responses=stored_responses, stored_bytes=stored_bytes,
         )  # fmt: skip
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
@@ -148,7 +162,7 @@ def serve(argv: list[str]) -> int:
             loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config)
             return LLM(loaded, sizes, policy=order, adapters=found)
 
-        run_server(config, backend_factory(load))
+        run_server(config, backend_factory(load, pooling))
         return 0
 
     return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
