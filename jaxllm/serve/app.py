@@ -54,6 +54,7 @@ from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
 _STATUS_TEXT = {
     400: "The request is invalid.", 401: "The API key is missing or wrong.", 404: "The model or path does not exist.",
@@ -93,7 +94,7 @@ class ApiService:
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
         self.efforts = dict(config.efforts)
-        self.metrics = ServerMetrics(self.name)
+        self.metrics = ServerMetrics(self.name, config.metrics_names)
         self.dispatcher: RequestDispatcher | None = None
         self.draining = False
         self.failure: str | None = None
@@ -174,7 +175,7 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
-        body = with_model_sampling(body, dispatcher.backend.sampling)
+        body = request.scope["jaxllm.request"] = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
@@ -207,6 +208,8 @@ def create_app(
         add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TracingMiddleware, provider=make_provider(config.otlp_traces_endpoint))
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -237,7 +240,7 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_base(body.model)
-        record = request.scope["jaxllm.record"]
+        record, request.scope["jaxllm.request"] = request.scope["jaxllm.record"], body
         record["user"] = body.user
         prompts = await asyncio.to_thread(encode_prompts, dispatcher.backend.tokenizer, body.input, "input")
         return _json(await cancel_on_disconnect(request.receive, embed(dispatcher, body, prompts, record)))
