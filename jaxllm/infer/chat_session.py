@@ -84,12 +84,12 @@ class Chat:
             self.messages.append({"role": "assistant", "content": "".join(said)})
 
     def tokens(self, messages: list[Message]) -> list[int]:
-        """Prompt tokens of a conversation, up to the start of the answer."""
+        """Prompt tokens of a conversation, up to the start of the answer; no message becomes a control token."""
         assert self.loaded.template is not None
-        ids = self.loaded.tokenizer.encode(self.loaded.template.render(messages), specials=True)
-        if not len(ids):
+        _, ids = self.loaded.template.encode(self.loaded.tokenizer, messages)
+        if not ids:
             raise DataError("the template renders this conversation as an empty prompt; give a message with content.")
-        return [int(i) for i in ids]
+        return ids
 
     def _params(self, max_tokens: int) -> SamplingParams:
         given = {

@@ -30,6 +30,7 @@ from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
 from jaxllm.peft.base_hash import base_hash
+from jaxllm.text import Tokenizer
 
 DEFAULT_ADAPTER_SLOTS = 32
 """Adapters on the device at a time where adapters are given and the number of slots is not."""
@@ -141,6 +142,8 @@ class LLM:
         *,
         salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[Completion]:
         """Generates completions of prompts, batched by the engine; results are in the order of the prompts.
 
@@ -149,6 +152,7 @@ class LLM:
             params: sampling parameters for all prompts, or one for each.
             salt: see ``Engine.submit``.
             adapter: name of the adapter for all prompts, or one for each; None: the base.
+            add_special_tokens, parse_special: see ``ids``.
 
         Raises:
             ValueError: see ``Engine.submit``; no prompt is started then.
@@ -164,7 +168,8 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, one, name in zip(many, each, names, strict=True):
-                requests.append(self.engine.submit(self.ids(prompt), one, salt=salt, adapter=name))
+                ids = self.ids(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+                requests.append(self.engine.submit(ids, one, salt=salt, adapter=name))
             while any(s.finish is None for r in requests for s in r.sequences):
                 self.engine.step()
         except BaseException:
@@ -176,10 +181,18 @@ class LLM:
         return [completion(request) for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        adapter: str | None = None,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> Iterator[OutputDelta]:
-        """Streams the completions of one prompt; closing the stream cancels the request."""
-        request = self.engine.submit(self.ids(prompt), params, salt=salt, adapter=adapter)
+        """Streams the completions of one prompt, see ``generate``; closing the stream cancels the request."""
+        ids = self.ids(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        request = self.engine.submit(ids, params, salt=salt, adapter=adapter)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[OutputDelta]:
@@ -193,20 +206,39 @@ class LLM:
         finally:
             self.engine.cancel(request)
 
-    def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; a text begins as the model's documents do.
+    def ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a prompt; token ids stay as they are.
+
+        Args:
+            prompt: text or token ids.
+            add_special_tokens: the text begins as the model's documents do, with a begin-of-text token where they do.
+            parse_special: names of special tokens in the text, such as those of a fill-in-the-middle prompt, are those
+                tokens, as in transformers; otherwise they are text.
 
         Raises:
             DataError: an empty text, and a tokenizer that has no token to begin one with.
         """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
-        ids = [int(i) for i in self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)]
-        if not ids and self.tokenizer.start_id is not None:
-            ids = [self.tokenizer.start_id]
+        ids = encode_prompt(self.tokenizer, prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         if not ids:
             raise DataError("the prompt is empty, and this tokenizer has no token to begin a document with.")
         return ids
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
+) -> list[int]:
+    """Token ids of a prompt's text, see ``LLM.ids``; [] for an empty one without a token to begin it.
+
+    Raises:
+        DataError: the vocabulary cannot spell the text.
+    """
+    begin = add_special_tokens and tokenizer.adds_bos
+    ids = [int(i) for i in tokenizer.encode(text, bos=begin, specials=parse_special)]
+    if not ids and add_special_tokens and tokenizer.start_id is not None:
+        ids = [tokenizer.start_id]
+    return ids
 
 
 def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> Adapter:

@@ -113,7 +113,7 @@ class FixedRate:
         self.services.append(service)
         request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
         request.sequences = [Continuation(request, n, n, list(prompt)) for n in range(params.n)]
-        echo = self.tokenizer.decode(prompt) if params.echo else ""
+        echo = self.tokenizer.prompt_text(list(prompt)) if params.echo else ""
         try:
             async with self._places:
                 self.held += 1
