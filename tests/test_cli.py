@@ -84,7 +84,7 @@ def test_serve_accepts_deprecated_options(monkeypatch, capsys):
         seen.append(fields)
         return EngineConfig(**fields)
 
-    monkeypatch.setattr("jaxllm.serve.serve", lambda config, factory: None)
+    monkeypatch.setattr("jaxllm.serve.multihost_server.serve", lambda config, factory: None)
     monkeypatch.setattr("jaxllm.infer.EngineConfig", make)
     assert run("serve", "x", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
     assert capsys.readouterr().err == ""

@@ -36,7 +36,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, dumps, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -45,6 +45,7 @@ from jaxllm.serve.api.request_schemas import (
     TokenizeRequest,
 )
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
+from jaxllm.serve.api.sampling_fields import SamplingFields
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.batches.batch_routes import add_batch_routes
@@ -55,6 +56,7 @@ from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.responses.response_routes import add_response_routes
 from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
 _CONTENT_SECURITY_POLICY = (
@@ -87,7 +89,7 @@ class ApiService:
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
         self.efforts = dict(config.efforts)
-        self.metrics = ServerMetrics(self.name)
+        self.metrics = ServerMetrics(self.name, config.metrics_names)
         self.dispatcher: RequestDispatcher | None = None
         self.start = StartProgress()
         self.draining = False
@@ -213,6 +215,8 @@ class ApiService:
 
     async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        known = self.ready().backend.sampling if isinstance(body, SamplingFields) else {}
+        request.scope["jaxllm.request"] = with_model_sampling(body, known) if known else body
         handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
         release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:
@@ -242,6 +246,8 @@ def create_app(
         add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TracingMiddleware, provider=make_provider(config.otlp_traces_endpoint))
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -268,7 +274,7 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_base(body.model)
-        record = request.scope["jaxllm.record"]
+        record, request.scope["jaxllm.request"] = request.scope["jaxllm.record"], body
         record["user"] = body.user
         prompts = await asyncio.to_thread(
             encode_prompts, dispatcher.backend.tokenizer, body.input, "input",

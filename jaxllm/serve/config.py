@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from jaxllm.effort.effort_policy import EffortPolicy
 from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS
+from jaxllm.serve.tracing import check_tracing
+
+MetricsNames = Literal["jaxllm", "vllm"]
+"""Whose names metrics are exported under: this server's alone, or vLLM's beside them."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class ServeConfig:
         write_seconds: time that a client may leave a chunk of its stream unread before it is disconnected.
         grace_seconds: time that running requests have to end after SIGTERM.
         log_prompts: write prompts to the log too.
+        metrics_names: names of the metrics: "jaxllm", or "vllm" for those of vLLM beside them.
+        otlp_traces_endpoint: URL that OpenTelemetry traces are sent to, such as http://host:4318/v1/traces; None: none.
         adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
         admin_keys: API keys that may load and unload adapters; empty: nobody may.
         efforts: effort policies, as (model name in requests, policy).
@@ -56,6 +63,8 @@ class ServeConfig:
     write_seconds: float = 60.0
     grace_seconds: float = 30.0
     log_prompts: bool = False
+    metrics_names: MetricsNames = "jaxllm"
+    otlp_traces_endpoint: str | None = None
     adapter_dirs: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     efforts: tuple[tuple[str, EffortPolicy], ...] = ()
@@ -80,6 +89,17 @@ class ServeConfig:
             raise ValueError(
                 f"serve: tool_parser = {self.tool_parser!r}; give one of {', '.join(TOOL_CALL_FORMATS)}, or None."
             )
+        if self.metrics_names not in get_args(MetricsNames):
+            raise ValueError(
+                f"serve: metrics_names = {self.metrics_names!r}; give {' or '.join(get_args(MetricsNames))}."
+            )
+        if self.otlp_traces_endpoint is not None:
+            if not self.otlp_traces_endpoint.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"serve: otlp_traces_endpoint = {self.otlp_traces_endpoint!r}; give a URL, such as "
+                    "http://host:4318/v1/traces."
+                )
+            check_tracing()
         names = [self.name, *(name for name, _ in self.efforts)]
         if len(set(names)) < len(names) or not all(name for name, _ in self.efforts):
             raise ValueError(f"serve: the model names {names} are not unique, or one is empty; give each its own.")

@@ -14,7 +14,7 @@ from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
-from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.cli.runtime import processes, use_compilation_cache
 
 if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
@@ -46,6 +46,8 @@ def serve(argv: list[str]) -> int:
         request_seconds: float | None = None,
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
+        metrics_names: Literal["jaxllm", "vllm"] = "jaxllm",
+        otlp_traces_endpoint: str | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
@@ -89,6 +91,9 @@ def serve(argv: list[str]) -> int:
             request_seconds: maximum duration of a request; unlimited by default.
             grace_seconds: time that running requests have to end after SIGTERM.
             log_prompts: write prompts to the log too.
+            metrics_names: vllm: /metrics also has vLLM's names, for dashboards and gateways that read those.
+            otlp_traces_endpoint: URL that OpenTelemetry traces are sent to (OTLP over HTTP), such as
+                http://127.0.0.1:4318/v1/traces; needs jaxllm[otel].
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
@@ -122,8 +127,8 @@ def serve(argv: list[str]) -> int:
                 use it (docs/serve/apis.md).
         """
         try:
-            from jaxllm.serve import ServeConfig, backend_factory
-            from jaxllm.serve import serve as run_server
+            from jaxllm.serve import ServeConfig
+            from jaxllm.serve.multihost_server import facts_of, serve_group
         except ModuleNotFoundError as error:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
@@ -135,7 +140,8 @@ def serve(argv: list[str]) -> int:
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
             request_seconds=request_seconds, grace_seconds=grace_seconds,
-            log_prompts=log_prompts, tool_parser=tool_parser,
+            log_prompts=log_prompts, metrics_names=metrics_names, otlp_traces_endpoint=otlp_traces_endpoint,
+            tool_parser=tool_parser,
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
             efforts=read_policies(effort),
@@ -162,7 +168,14 @@ def serve(argv: list[str]) -> int:
             loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config)
             return LLM(loaded, sizes, policy=order, adapters=found)
 
-        run_server(config, backend_factory(load, pooling))
+        facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
+        with processes() as group:
+            if group.size > 1 and mesh is None:
+                raise UsageError(
+                    f"{group.size} processes serve one model together: give --mesh over all their devices, such as "
+                    "data=2,tensor=4 (docs/serve/serving.md). To serve from this process alone, set JAXLLM_PROCESSES=1."
+                )
+            serve_group(config, load, group, facts, pooling)
         return 0
 
     return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
