@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
@@ -12,8 +14,9 @@ import tyro
 
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import load_with_progress
-from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.cli.runtime import ends_at_interrupt, use_compilation_cache
+from jaxllm.infer.start_progress import StartProgress, terminal_line
+from jaxllm.serve.listening import ListenError, listen
 
 if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
@@ -55,6 +58,8 @@ def serve(argv: list[str]) -> int:
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
+        programs: Path | None = None,
+        trust_programs: bool = False,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -99,7 +104,18 @@ def serve(argv: list[str]) -> int:
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
                 (docs/serve/effort.md).
+            programs: directory of compiled programs, of `jaxllm compile --serve`; by default the directory programs
+                beside the model's files, if there is one.
+            trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
+                can do anything; files that others than you can change are not taken in any case.
         """
+        # Before anything is imported or loaded, which takes seconds.
+        try:
+            sockets = listen(host, port)
+            for one in sockets:
+                closed.callback(one.close)
+        except ListenError as error:
+            raise UsageError(str(error)) from None
         try:
             from jaxllm.serve import ServeConfig, backend_factory
             from jaxllm.serve import serve as run_server
@@ -131,16 +147,57 @@ def serve(argv: list[str]) -> int:
             adapter_rank=adapter_rank,
         )
         sizes = with_speculation(plain, speculate, speculate_tokens)
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+        log_to_terminal()
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
 
-        def load() -> LLM:
-            return LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, policy=order, adapters=found)
+        start = StartProgress(*([terminal_line(str(config.name))] if sys.stderr.isatty() else []))
 
-        run_server(config, backend_factory(load))
+        def load() -> LLM:
+            from jaxllm.infer import load_model
+            from jaxllm.infer.llm import shipped_programs
+            from jaxllm.infer.runner.serving_mesh import mesh_of
+
+            over = None if mesh is None else mesh_of(mesh)
+            loaded = load_model(
+                model, mesh=over, dtype=dtype, layers=layers, weights=weights,
+                progress=lambda _, done, total: start("loading", done, total),
+            )  # fmt: skip
+            return LLM(
+                loaded, sizes, policy=order, adapters=found, progress=start,
+                programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
+            )  # fmt: skip
+
+        def announce(url: str) -> None:
+            done, total = start.programs
+            rest = "" if done == total else f"; {total - done} more are compiled meanwhile"
+            print(f"ready: {url} serves {config.name} ({done} of {total} programs{rest})", file=sys.stderr, flush=True)
+
+        run_server(config, backend_factory(load), sockets=sockets, start=start, on_ready=announce)
         return 0
 
-    return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
+    with ends_at_interrupt(), contextlib.ExitStack() as closed:
+        return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
+
+
+def log_to_terminal() -> None:
+    """Writes the server's log to the standard error, a JSON object a line; of libraries only their warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+class _JsonLines(logging.Formatter):
+    """Formats a record as a line of JSON; the server's own records are JSON already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.name == "jaxllm.serve" and not record.exc_info:
+            return text
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return json.dumps({"level": record.levelname.lower(), "logger": record.name, "message": text})
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:
