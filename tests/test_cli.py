@@ -440,10 +440,10 @@ def test_convert_says_what_it_wrote(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["no/such", "out", "--to", "hf"], "no/such cannot be read"),
+        (["no/such", "out", "--to", "hf"], "there is no no/such on this machine"),
         (["no/such", ".", "--to", "hf"], ". exists; choose another name"),
         (["no/such", "out", "--to", "onnx"], "invalid choice 'onnx'"),
-        (["no/such", "out"], "--to"),
+        (["nowhere", "out"], "--to"),
         (["hf:", "out", "--to", "hf"], "hf:"),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 
 from jaxllm.cli.command_table import COMMANDS
 from jaxllm.cli.errors import guarded
+from jaxllm.cli.option_synonyms import check_option_names
 from jaxllm.cli.runtime import end_process
 from jaxllm.config import closest
 
@@ -25,7 +26,12 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"jaxllm: no command {name!r}.{closest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
         return 2
-    return guarded(lambda: COMMANDS[name](rest))
+
+    def run() -> int:
+        check_option_names(name, rest)
+        return COMMANDS[name](rest)
+
+    return guarded(run)
 
 
 def overview() -> str:

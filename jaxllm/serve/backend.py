@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,6 +58,8 @@ class Backend(Protocol):
     """Elements of an embedding."""
     adapter_host: Engine | None
     """Engine that adapters are loaded into; None: it serves none."""
+    sampling: Mapping[str, float]
+    """Sampling parameters of requests that give none, by field of ``SamplingParams``."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Checks a request without submitting it.
@@ -99,15 +101,23 @@ class EngineBackend:
         engine: engine that runs in its own thread.
         template: chat template of the model; None if it has none.
         embedder: computes embeddings.
+        sampling: sampling parameters of requests that give none.
     """
 
-    def __init__(self, engine: AsyncEngine, template: ChatTemplate | None, embedder: Embedder):
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        template: ChatTemplate | None,
+        embedder: Embedder,
+        sampling: Mapping[str, float] | None = None,
+    ):
         assert engine.engine.tokenizer is not None
         self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
         self.max_len, self.max_sequences = self._engine.max_len, self._engine.config.max_sequences
         self.supports_priority = isinstance(self._engine.scheduler.policy_state.policy, Priority)
         self.embedding_dim = embedder.dim
+        self.sampling: Mapping[str, float] = dict(sampling or {})
         self.adapter_host = self._engine if self._engine.adapter_slots is not None else None
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:

@@ -31,6 +31,8 @@ class ServeConfig:
         adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
         admin_keys: API keys that may load and unload adapters; empty: nobody may.
         efforts: effort policies, as (model name in requests, policy).
+        stored_responses: responses that ``previous_response_id`` can name; the least recently used are dropped.
+        stored_bytes: maximum bytes of all of them.
     """
 
     host: str = "127.0.0.1"
@@ -50,11 +52,20 @@ class ServeConfig:
     adapter_dirs: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     efforts: tuple[tuple[str, EffortPolicy], ...] = ()
+    stored_responses: int = 1000
+    stored_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"serve: port = {self.port}; give 0 (any free one) to 65535.")
-        for name, least in (("queue", 0), ("max_body", 1), ("max_prompts", 1), ("grace_seconds", 0)):
+        for name, least in (
+            ("queue", 0),
+            ("max_body", 1),
+            ("max_prompts", 1),
+            ("grace_seconds", 0),
+            ("stored_responses", 0),
+            ("stored_bytes", 0),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"serve: {name} = {getattr(self, name)}; give {least} or more.")
         for name in ("body_seconds", "request_seconds", "write_seconds"):

@@ -55,17 +55,19 @@ class GenerationJob:
 
 @dataclass
 class Usage:
-    """Token counts of a request: its prompts, and its completions."""
+    """Token counts of a request: its prompts, what the prefix cache had of them, and its completions."""
 
     prompt: int = 0
     completion: int = 0
+    cached: int = 0
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """The counts as OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
@@ -183,6 +185,7 @@ class RequestDispatcher:
         timer = self.metrics.start_request(usage.prompt)
         seconds = self.config.request_seconds
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        cached = dict[int, int]()
         try:
             async with contextlib.aclosing(
                 self._one(jobs[0], usage) if len(jobs) == 1 else self._merged(jobs, usage)
@@ -194,6 +197,8 @@ class RequestDispatcher:
                         break
                     number, output = found
                     usage.completion += len(output.tokens)
+                    cached[number] = output.request.cached_tokens
+                    usage.cached = sum(cached.values())
                     timer.output((number, output.number), len(output.tokens), output.finish)
                     if output.finish == "error" and output.request.failure:
                         raise ApiError(400, output.request.failure, param="model", code="adapter_unreadable")

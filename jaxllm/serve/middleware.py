@@ -27,9 +27,9 @@ _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
-def error_response(error: ApiError) -> Response:
-    """JSON response of an API error."""
-    return Response(dumps(error.body()), error.status, {**error.headers}, "application/json")
+def error_response(error: ApiError, path: str) -> Response:
+    """JSON response of an API error, in the shape of the API that the path belongs to."""
+    return Response(dumps(error.body_for(path)), error.status, {**error.headers}, "application/json")
 
 
 class RequestMiddleware:
@@ -74,7 +74,7 @@ class RequestMiddleware:
                 self._check(scope, headers, record)
                 receive = await self._body(scope, receive)
             except ApiError as error:
-                await error_response(error)(scope, receive, reply)
+                await error_response(error, scope["path"])(scope, receive, reply)
                 return
             await self._app(scope, receive, reply)
         finally:

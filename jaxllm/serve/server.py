@@ -156,7 +156,7 @@ def backend_factory(load: Callable[[], LLM]) -> BackendFactory:
         loaded = llm.loaded
         embedder = Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh)
         async with AsyncEngine(llm.engine) as engine:
-            yield EngineBackend(engine, loaded.template, embedder)
+            yield EngineBackend(engine, loaded.template, embedder, loaded.sampling)
 
     return opened
 

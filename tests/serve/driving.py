@@ -27,6 +27,11 @@ def feature(check: Callable[[openai.OpenAI], None]) -> Callable[[openai.OpenAI],
     return check
 
 
+def counts(usage: Any) -> list[int]:
+    """Tokens of prompt and completion; what the prefix cache had of them differs between requests."""
+    return [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens]
+
+
 @feature
 def models(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["tiny"]
@@ -45,7 +50,7 @@ def chat_streamed_is_chat_whole(client: openai.OpenAI) -> None:
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 12
     chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert not chunks[-1].choices
     assert {c.usage for c in chunks[:-1]} == {None}
     assert len({c.id for c in chunks}) == 1
@@ -281,7 +286,7 @@ def embeddings(client: openai.OpenAI) -> None:
 
 @feature
 def refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
-    for fields in ({"verbosity": "low"}, {"metadata": {"a": "b"}}):
+    for fields in ({"verbosity": "low"}, {"store": True}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**CHAT, **fields)  # type: ignore[arg-type]
         assert caught.value.param == next(iter(fields))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,7 @@ class FixedRate:
         self.max_len, self.max_sequences, self.seconds = max_len, sequences, seconds
         self.supports_priority, self.embedding_dim, self.services = True, 8, list[Service | None]()
         self.adapter_host = None
+        self.sampling: Mapping[str, float] = {}
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 
@@ -112,7 +113,7 @@ class FixedRate:
         self.services.append(service)
         request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
         request.sequences = [Continuation(request, n, n, list(prompt)) for n in range(params.n)]
-        echo = self.tokenizer.decode(prompt) if params.echo else ""
+        echo = self.tokenizer.prompt_text(list(prompt)) if params.echo else ""
         try:
             async with self._places:
                 self.held += 1

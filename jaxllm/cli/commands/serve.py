@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
+from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, use_compilation_cache
 from jaxllm.infer.start_progress import StartProgress, terminal_line
 from jaxllm.serve.listening import ListenError, listen
@@ -55,6 +57,7 @@ def serve(argv: list[str]) -> int:
         adapter_slots: int = 32,
         adapter_rank: int = 64,
         admin_key_file: Path | None = None,
+        generation_config: str = "auto",
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
@@ -97,6 +100,8 @@ def serve(argv: list[str]) -> int:
             adapter_rank: with --adapters: largest rank of an adapter.
             admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
                 and unload them while the server runs.
+            generation_config: auto: requests that give no temperature, top_p, top_k, ... get those of the model's
+                generation_config.json; none: OpenAI's defaults; or a directory with another generation_config.json.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
                 stays the same (docs/serve/speculation.md).
@@ -153,15 +158,9 @@ def serve(argv: list[str]) -> int:
         start = StartProgress(*([terminal_line(str(config.name))] if sys.stderr.isatty() else []))
 
         def load() -> LLM:
-            from jaxllm.infer import load_model
             from jaxllm.infer.llm import shipped_programs
-            from jaxllm.infer.runner.serving_mesh import mesh_of
 
-            over = None if mesh is None else mesh_of(mesh)
-            loaded = load_model(
-                model, mesh=over, dtype=dtype, layers=layers, weights=weights,
-                progress=lambda _, done, total: start("loading", done, total),
-            )  # fmt: skip
+            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config, progress=start)
             return LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
@@ -176,7 +175,7 @@ def serve(argv: list[str]) -> int:
         return 0
 
     with ends_at_interrupt(), contextlib.ExitStack() as closed:
-        return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
+        return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
 
 
 def log_to_terminal() -> None:

@@ -246,7 +246,7 @@ class Engine:
         request_id = next(self._request_ids)
         revision = self._revision(adapter) if isinstance(adapter, str) else adapter
         cache_salt = prefix_salt(self.config, client=salt, adapter="" if revision is None else revision.salt)
-        echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
+        echo = self.tokenizer.prompt_text(prompt) if params.echo and self.tokenizer is not None else ""
         # The tokens at the places of virtual ones are not read; the prompt's own changes no penalty.
         prompt = prompt[:1] * self.virtual_tokens + prompt
         request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)

@@ -1,4 +1,4 @@
-"""API errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""API errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, and in Anthropic's."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
+"""Path of Anthropic's API; errors of it and of the paths below it have Anthropic's shape."""
 
 
 class ApiError(Exception):
@@ -47,6 +59,15 @@ class ApiError(Exception):
         """JSON body of the response."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """JSON body of the response to a request of a path: Anthropic's shape below ``/v1/messages``, else OpenAI's."""
+        if path != ANTHROPIC_PATH and not path.startswith(ANTHROPIC_PATH + "/"):
+            return self.body()
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        named = self.param is None or self.param in self.message
+        message = self.message if named else f"{self.param}: {self.message}"
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
 def dumps(value: Any) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.serve.api.errors import ApiError, dumps
+from jaxllm.serve.api.sampling_fields import SamplingFields, StreamOptions
+from jaxllm.serve.generation import Usage
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
@@ -41,6 +44,42 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_streaming(body: SamplingFields) -> None:
+    """Checks the fields of a request that streaming excludes or needs.
+
+    Raises:
+        ApiError: one of them does not go with ``stream``.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs are not streamed; give stream = false.", param="prompt_logprobs")
+
+
+@dataclass
+class StreamUsage:
+    """Token counts in the chunks of a stream.
+
+    Attributes:
+        options: the request's ``stream_options``.
+        usage: counts so far.
+    """
+
+    options: StreamOptions | None
+    usage: Usage
+
+    @property
+    def at_end(self) -> bool:
+        """Whether a last chunk has the counts."""
+        return self.options is not None and bool(self.options.include_usage)
+
+    def of_chunk(self) -> dict[str, Any]:
+        """The field ``usage`` of a chunk: null before a last one with the counts, or the counts so far."""
+        if self.options is not None and self.options.continuous_usage_stats:
+            return {"usage": self.usage.body()}
+        return {"usage": None} if self.at_end else {}
 
 
 def event(data: Any) -> str:

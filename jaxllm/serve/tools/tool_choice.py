@@ -49,6 +49,11 @@ class ChatFormat:
         """Whether the chat template renders tools; otherwise the system message describes them (``tools_prompt``)."""
         return self.backend.template is not None and supports_tools(self.backend.template)
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template reads a variable."""
+        template = self.backend.template
+        return template is not None and any(variable in text for text in template.sources.values())
+
     @cached_property
     def has_reasoning(self) -> bool:
         """Whether the model marks reasoning sections (``<think>``)."""
@@ -217,8 +222,8 @@ def _select(schemas: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[st
     return {name: schemas[name] for name in names}
 
 
-def grammar_after_reasoning(grammar: Grammar, backend: Backend) -> Grammar:
-    """Grammar of the rest of a reasoning section that the prompt has opened, followed by the requested grammar.
+def grammar_after_reasoning(grammar: Grammar, backend: Backend, param: str) -> Grammar:
+    """Grammar of the rest of a reasoning section that the prompt has opened, followed by that of a request field.
 
     Raises:
         ApiError: the grammar is not a JSON schema, the only kind that can follow other text.
@@ -226,7 +231,7 @@ def grammar_after_reasoning(grammar: Grammar, backend: Backend) -> Grammar:
     if grammar.kind != "json_schema":
         raise ApiError(
             400, "this prompt opens a reasoning section, after which only response_format and json are supported; "
-            "see enable_thinking of the chat template.", param="structured_outputs",
+            "see enable_thinking of the chat template.", param=param,
         )  # fmt: skip
     schema = json.dumps({**json.loads(grammar.text), "x-guidance": {"whitespace_flexible": False}})
     rules = ["start: thought answer", f"answer: %json {schema}", *reasoning_rules(REASONING_END, backend.tokenizer)]
