@@ -16,7 +16,7 @@ import dataclasses
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
 from typing import Any
@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxllm.infer.adapter_catalogue import AdapterNotFoundError, AdapterRevision
+from jaxllm.infer.start_progress import StartProgress
 from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
@@ -35,7 +36,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -44,14 +45,18 @@ from jaxllm.serve.api.request_schemas import (
     TokenizeRequest,
 )
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
+from jaxllm.serve.api.sampling_fields import SamplingFields
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.batches.batch_routes import add_batch_routes
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_routes import add_message_routes
 from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.responses.response_routes import add_response_routes
+from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
 _CONTENT_SECURITY_POLICY = (
@@ -75,23 +80,38 @@ class ApiService:
         efforts: effort policies by model name.
         metrics: Prometheus metrics.
         dispatcher: passes requests to the engine; None until the engine is ready.
+        start: progress of loading the model and of compiling its programs, for ``/ready``.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
+        when_open, when_closing: what routes do once the engine is ready, and before it is closed.
     """
 
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
         self.efforts = dict(config.efforts)
-        self.metrics = ServerMetrics(self.name)
+        self.metrics = ServerMetrics(self.name, config.metrics_names)
         self.dispatcher: RequestDispatcher | None = None
+        self.start = StartProgress()
         self.draining = False
         self.failure: str | None = None
+        self.when_open: list[Callable[[], Awaitable[None]]] = []
+        self.when_closing: list[Callable[[], Awaitable[None]]] = []
         self._began = int(time.time())
 
     def open_for(self, backend: Backend) -> None:
         """Makes the server ready: from now on requests go to ``backend``."""
         self.metrics.attach(backend)
         self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
+
+    async def open_routes(self) -> None:
+        """Lets routes do what needs the engine; call it after ``open_for``."""
+        for opened in self.when_open:
+            await opened()
+
+    async def close_routes(self) -> None:
+        """Lets routes end what needs the engine, before it is closed."""
+        for closed in self.when_closing:
+            await closed()
 
     def ready(self) -> RequestDispatcher:
         """The dispatcher of a ready server.
@@ -103,6 +123,18 @@ class ApiService:
             why = "the server is stopping" if self.draining else "the model is still being loaded"
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
         return self.dispatcher
+
+    def readiness(self) -> Response:
+        """Response of ``/ready``: what the server does, and how many of the engine's programs are loaded."""
+        done, total = self.start.programs
+        body = {"programs_done": done, "programs": total}
+        try:
+            self.ready()
+        except ApiError as error:
+            stage = "compiling" if self.start.stage == "ready" else self.start.stage
+            status = "stopping" if self.draining else stage if self.failure is None else "failed"
+            return json_response({"status": status, **body, **error.body()}, 503, error.headers)
+        return json_response({"status": "ready", **body})
 
     def check_model(self, name: str | None) -> AdapterRevision | None:
         """Adapter that a request's model name means, in its newest revision; None for the base and effort policies.
@@ -141,6 +173,7 @@ class ApiService:
             "created": self._began,
             "owned_by": "jaxllm",
             "max_model_len": self.ready().backend.max_len,
+            "sampling": dict(self.ready().backend.sampling),
         }
 
     async def prepare(
@@ -182,6 +215,8 @@ class ApiService:
 
     async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        known = self.ready().backend.sampling if isinstance(body, SamplingFields) else {}
+        request.scope["jaxllm.request"] = with_model_sampling(body, known) if known else body
         handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
         release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:
@@ -203,13 +238,16 @@ def create_app(
     service = app.state.service = ApiService(config)
     _add_error_handlers(app)
     _add_inference_routes(app, service)
-    add_response_routes(app, service)
+    add_batch_routes(app, service, add_response_routes(app, service))
     add_message_routes(app, service)
+    add_scoring_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:
         add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TracingMiddleware, provider=make_provider(config.otlp_traces_endpoint))
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -236,7 +274,7 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_base(body.model)
-        record = request.scope["jaxllm.record"]
+        record, request.scope["jaxllm.request"] = request.scope["jaxllm.record"], body
         record["user"] = body.user
         prompts = await asyncio.to_thread(
             encode_prompts, dispatcher.backend.tokenizer, body.input, "input",
@@ -291,11 +329,10 @@ def _add_status_routes(app: FastAPI, service: ApiService) -> None:
             raise ApiError(503, service.failure, code="failed")
         return json_response({"status": "ok"})
 
-    @app.get("/ready", response_model=shapes.Status, responses=errors(503))
+    @app.get("/ready", response_model=shapes.Readiness, responses={**errors(), 503: {"model": shapes.Readiness}})
     async def ready() -> Response:
-        """Readiness check: 200 once all programs are loaded and until the server stops."""
-        service.ready()
-        return json_response({"status": "ready"})
+        """Readiness check: 200 once the server answers requests and until it stops; says what it does meanwhile."""
+        return service.readiness()
 
     @app.get("/version", response_model=shapes.Version, responses=errors())
     async def version() -> Response:
@@ -371,7 +408,8 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes.pop(foreign, None)
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
         names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
-        shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
+        for request in ("EmbeddingRequest", "ScoreRequest", "RerankRequest", "PoolingRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
         for request in ("TokenizeRequest", "DetokenizeRequest"):

@@ -25,6 +25,9 @@ ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/rollback
 """Paths that need one of ``ServeConfig.admin_keys``."""
 PROBE_PATHS = ("/health", "/ready", "/metrics")
 """Paths that probes ask again and again; their requests are logged at debug level."""
+UPLOAD_PATH = "/v1/files"
+"""Path whose bodies are files, of ``ServeConfig.max_file`` bytes and what a form adds."""
+_FORM_BYTES, _UPLOAD_TIME = 4096, 10
 MAX_HEADERS = 32 * 1024
 _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
@@ -127,8 +130,8 @@ class RequestMiddleware:
         elif scope["path"] not in PUBLIC_PATHS and self._keys and scope["method"] != "OPTIONS":
             record["key"] = self._key(headers, self._keys)
         length = headers.get(b"content-length", [b"0"])[0]
-        if not length.isdigit() or int(length) > self._config.max_body:
-            raise self._too_long()
+        if not length.isdigit() or int(length) > self._limits(scope)[0]:
+            raise self._too_long(scope)
 
     def _key(self, headers: dict[bytes, list[bytes]], keys: list[bytes]) -> int:
         """Index of a request's API key, of ``Authorization: Bearer KEY``, or without that of ``x-api-key: KEY``.
@@ -152,9 +155,15 @@ class RequestMiddleware:
             )
         return matches.index(True)
 
-    def _too_long(self) -> ApiError:
+    def _limits(self, scope: Scope) -> tuple[int, float]:
+        """(maximum bytes of a request's body, seconds in which it must arrive)."""
+        if scope["path"] == UPLOAD_PATH:
+            return self._config.max_file + _FORM_BYTES, _UPLOAD_TIME * self._config.body_seconds
+        return self._config.max_body, self._config.body_seconds
+
+    def _too_long(self, scope: Scope) -> ApiError:
         return ApiError(
-            413, f"the request's body is too long; at most {self._config.max_body:,} bytes.",
+            413, f"the request's body is too long; at most {self._limits(scope)[0]:,} bytes.",
             headers={"Connection": "close"},
         )  # fmt: skip
 
@@ -168,8 +177,9 @@ class RequestMiddleware:
             return receive
         parts: list[bytes] = []
         total, more = 0, True
+        most, seconds = self._limits(scope)
         try:
-            async with asyncio.timeout(self._config.body_seconds):
+            async with asyncio.timeout(seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -177,11 +187,11 @@ class RequestMiddleware:
                     parts.append(message.get("body", b""))
                     total += len(parts[-1])
                     more = message.get("more_body", False)
-                    if total > self._config.max_body:
-                        raise self._too_long()
+                    if total > most:
+                        raise self._too_long(scope)
         except TimeoutError:
             raise ApiError(
-                408, f"the request's body did not arrive within {self._config.body_seconds} s.",
+                408, f"the request's body did not arrive within {seconds} s.",
                 headers={"Connection": "close"},
             ) from None  # fmt: skip
         whole = iter([{"type": "http.request", "body": b"".join(parts), "more_body": False}])

@@ -235,6 +235,13 @@ def special_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted(tokenizer.special_names))
 
 
+def with_model_sampling(body: SamplingFields, sampling: Mapping[str, float]) -> Any:
+    """The request with the model's sampling defaults in fields that it does not give; a beam search samples nothing."""
+    if (body.beams or 1) > 1:
+        return body
+    return body.model_copy(update={k: value for k, value in sampling.items() if getattr(body, k) is None})
+
+
 def sampling_params(body: SamplingFields, tokenizer: Tokenizer, max_tokens: int, **fields: Any) -> SamplingParams:
     """Sampling parameters of the engine from a request's fields; ``fields`` override them.
 

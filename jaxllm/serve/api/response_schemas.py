@@ -162,6 +162,8 @@ class ModelCard(ResponseModel):
     created: int
     owned_by: str
     max_model_len: int
+    sampling: dict[str, float] = {}
+    """Extension: sampling parameters of requests that give none, from the model's ``generation_config.json``."""
     parent: str | None = None
     """Base of an adapter; absent for the base itself."""
 
@@ -223,9 +225,22 @@ class AdapterState(ResponseModel):
 
 
 class Status(ResponseModel):
-    """Response of `GET /health` and `GET /ready`."""
+    """Response of `GET /health`."""
 
     status: str
+
+
+class Readiness(ResponseModel):
+    """Response of `GET /ready`, with status 200 once the server answers requests, and 503 before and after."""
+
+    status: Literal["loading", "compiling", "ready", "stopping", "failed"]
+    """What the server does: it loads the model, compiles its first programs, answers requests, or stops."""
+    programs_done: int
+    """Compiled programs that are loaded; the others follow while requests are answered."""
+    programs: int
+    """Programs in all; 0 until the model is loaded."""
+    error: ErrorDetail | None = None
+    """Why requests are refused, with status 503."""
 
 
 class Version(ResponseModel):

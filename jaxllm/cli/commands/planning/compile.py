@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -80,7 +81,7 @@ def compile(argv: list[str]) -> int:
     known, settings = split_settings(
         argv, ("--on", "--save", "--html", "--within"), ("--anyway", "--no-anyway", "--help", "-h")
     )
-    return tyro.cli(run, args=known, prog="jaxllm compile")
+    return parse_command(run, known, "jaxllm compile")
 
 
 def _with_remat_solved(config: RunConfig, on: str, within: float) -> RunConfig | None:

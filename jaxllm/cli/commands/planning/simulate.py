@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
 
 if TYPE_CHECKING:
@@ -139,4 +140,4 @@ def simulate(argv: list[str]) -> int:
             print(f"saved: {json}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm simulate")
+    return parse_command(run, argv, "jaxllm simulate")
