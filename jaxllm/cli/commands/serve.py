@@ -87,8 +87,9 @@ def serve(argv: list[str]) -> int:
             max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
             policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, or
                 the shortest expected remaining work.
-            tool_parser: tool-call format: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or deepseek_v31; by
-                default detected from the chat template.
+            tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
+                mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
+                detected from the chat template.
             queue: maximum number of queued sequences; further requests are refused with status 429.
             max_body: maximum size of a request body in bytes.
             max_connections: maximum number of open connections; clients that have not sent a whole request are
