@@ -1,4 +1,4 @@
-"""Batches survive kills: a server process gets SIGKILL in mid-batch and is started again; each line is answered once."""
+"""Batches survive kills: a server process gets SIGKILL in mid-batch, is started again, and answers each line once."""
 
 from __future__ import annotations
 
