@@ -56,6 +56,7 @@ from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.responses.response_routes import add_response_routes
 from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
 _CONTENT_SECURITY_POLICY = (
@@ -88,7 +89,7 @@ class ApiService:
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
         self.efforts = dict(config.efforts)
-        self.metrics = ServerMetrics(self.name)
+        self.metrics = ServerMetrics(self.name, config.metrics_names)
         self.dispatcher: RequestDispatcher | None = None
         self.start = StartProgress()
         self.draining = False
@@ -132,7 +133,7 @@ class ApiService:
         except ApiError as error:
             stage = "compiling" if self.start.stage == "ready" else self.start.stage
             status = "stopping" if self.draining else stage if self.failure is None else "failed"
-            return Response(dumps({"status": status, **body, **error.body()}), 503, error.headers, "application/json")
+            return json_response({"status": status, **body, **error.body()}, 503, error.headers)
         return json_response({"status": "ready", **body})
 
     def check_model(self, name: str | None) -> AdapterRevision | None:
@@ -203,8 +204,6 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
-        if isinstance(body, SamplingFields):
-            body = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
@@ -216,6 +215,8 @@ class ApiService:
 
     async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        known = self.ready().backend.sampling if isinstance(body, SamplingFields) else {}
+        request.scope["jaxllm.request"] = with_model_sampling(body, known) if known else body
         handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
         release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:
@@ -245,6 +246,8 @@ def create_app(
         add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TracingMiddleware, provider=make_provider(config.otlp_traces_endpoint))
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -271,7 +274,7 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_base(body.model)
-        record = request.scope["jaxllm.record"]
+        record, request.scope["jaxllm.request"] = request.scope["jaxllm.record"], body
         record["user"] = body.user
         prompts = await asyncio.to_thread(
             encode_prompts, dispatcher.backend.tokenizer, body.input, "input",

@@ -14,7 +14,9 @@ from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.scoring.text_scorer import TextScorer
 from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
 from jaxllm.text import ChatTemplate, Tokenizer
@@ -143,7 +145,13 @@ class EngineBackend:
         return self._async.stream(prompt, params, salt=salt, service=service, adapter=adapter)
 
     def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
-        """Embedding of a text, see ``Embedder``."""
+        """Embedding of a text, see ``Embedder``.
+
+        Raises:
+            ApiError: the engine spans several processes, which follow its steps and nothing else.
+        """
+        if spans_processes(self._engine.runner.mesh):
+            raise ApiError(400, "this server runs over several processes, which serve completions and no embeddings.")
         return self._embedder(ids, pooling)
 
     def load(self) -> EngineLoad:

@@ -219,6 +219,8 @@ class RequestDispatcher:
             raise ApiError(400, str(error)) from None
         finally:
             timer.close()
+            if timer.first_token is not None:
+                record["first_token_seconds"] = round(timer.first_token, 6)
             record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=timer.ended)
 
     async def _one(self, job: GenerationJob, usage: Usage) -> AsyncGenerator[tuple[int, OutputDelta], None]:

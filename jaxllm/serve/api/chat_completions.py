@@ -21,6 +21,7 @@ from jaxllm.serve.api.prompt_encoding import (
     special_ids,
     template_variables,
     truncated,
+    with_model_sampling,
 )
 from jaxllm.serve.api.request_schemas import ChatRequest
 from jaxllm.serve.generation import GenerationJob, RequestDispatcher, Usage
@@ -42,6 +43,7 @@ class ChatCompletionHandler:
     """
 
     def __init__(self, dispatcher: RequestDispatcher, body: ChatRequest, head: dict[str, Any], record: dict[str, Any]):
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         self._dispatcher, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
         job, options = _job(dispatcher, body, record)
