@@ -36,7 +36,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -188,7 +188,6 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
-        body = request.scope["jaxllm.request"] = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
@@ -200,6 +199,7 @@ class ApiService:
 
     async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        request.scope["jaxllm.request"] = body
         handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
         release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:

@@ -21,6 +21,7 @@ from jaxllm.serve.api.prompt_encoding import (
     special_ids,
     template_variables,
     truncated,
+    with_model_sampling,
 )
 from jaxllm.serve.api.request_schemas import ChatRequest
 from jaxllm.serve.generation import GenerationJob, RequestDispatcher, Usage
@@ -183,7 +184,7 @@ def _job(
         markers += special_ids(backend.tokenizer)
     grammar, source = _grammar(body, choice, chat_format, options)
     params = sampling_params(
-        body, backend.tokenizer, room if most is None else most, logprobs=top,
+        with_model_sampling(body, backend.sampling), backend.tokenizer, room if most is None else most, logprobs=top,
         prompt_logprobs=body.prompt_logprobs, spelt=tuple(dict.fromkeys(markers)), grammar=grammar,
     )  # fmt: skip
     return GenerationJob(ids, params, body.cache_salt or "", scheduling_of(body, backend, record), source), options

@@ -18,6 +18,7 @@ from jaxllm.serve.api.prompt_encoding import (
     sampling_params,
     scheduling_of,
     truncated,
+    with_model_sampling,
 )
 from jaxllm.serve.api.request_schemas import CompletionRequest
 from jaxllm.serve.backend import Backend
@@ -150,7 +151,7 @@ def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Ser
         raise ApiError(400, message, param="max_tokens")
     echoed = body.logprobs if body.echo else None
     params = sampling_params(
-        body,
+        with_model_sampling(body, backend.sampling),
         backend.tokenizer,
         asked,
         best_of=body.best_of,
