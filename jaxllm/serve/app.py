@@ -16,7 +16,7 @@ import dataclasses
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
 from typing import Any
@@ -33,7 +33,7 @@ from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
-from jaxllm.serve.api.errors import ApiError, validation_error
+from jaxllm.serve.api.errors import ApiError, dumps, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
 from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
@@ -47,11 +47,13 @@ from jaxllm.serve.api.request_schemas import (
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.batches.batch_routes import add_batch_routes
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_routes import add_message_routes
 from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.responses.response_routes import add_response_routes
+from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
 from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
@@ -80,6 +82,7 @@ class ApiService:
         start: progress of loading the model and of compiling its programs, for ``/ready``.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
+        when_open, when_closing: what routes do once the engine is ready, and before it is closed.
     """
 
     def __init__(self, config: ServeConfig):
@@ -90,12 +93,24 @@ class ApiService:
         self.start = StartProgress()
         self.draining = False
         self.failure: str | None = None
+        self.when_open: list[Callable[[], Awaitable[None]]] = []
+        self.when_closing: list[Callable[[], Awaitable[None]]] = []
         self._began = int(time.time())
 
     def open_for(self, backend: Backend) -> None:
         """Makes the server ready: from now on requests go to ``backend``."""
         self.metrics.attach(backend)
         self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
+
+    async def open_routes(self) -> None:
+        """Lets routes do what needs the engine; call it after ``open_for``."""
+        for opened in self.when_open:
+            await opened()
+
+    async def close_routes(self) -> None:
+        """Lets routes end what needs the engine, before it is closed."""
+        for closed in self.when_closing:
+            await closed()
 
     def ready(self) -> RequestDispatcher:
         """The dispatcher of a ready server.
@@ -221,8 +236,9 @@ def create_app(
     service = app.state.service = ApiService(config)
     _add_error_handlers(app)
     _add_inference_routes(app, service)
-    add_response_routes(app, service)
+    add_batch_routes(app, service, add_response_routes(app, service))
     add_message_routes(app, service)
+    add_scoring_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:
         add_adapter_routes(app, service)
@@ -390,7 +406,8 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes.pop(foreign, None)
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
         names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
-        shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
+        for request in ("EmbeddingRequest", "ScoreRequest", "RerankRequest", "PoolingRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
         for request in ("TokenizeRequest", "DetokenizeRequest"):

@@ -22,12 +22,15 @@ class ServeConfig:
         host: address to listen on; the default is reachable from this computer only.
         port: port to listen on; 0 for any free one.
         name: model name in requests; None: "model".
-        api_keys: legal API keys (``Authorization: Bearer KEY``); empty: no key is required.
+        api_keys: legal API keys (``Authorization: Bearer KEY`` or ``x-api-key: KEY``); empty: no key is required.
         origins: origins whose web pages may call the server (CORS); ("*",) for all.
         tool_parser: tool-call format, a name of ``TOOL_CALL_FORMATS``; None: detected from the chat template.
         queue: sequences that may wait beside those that run; further requests are refused with 429.
         max_body: maximum size of a request body in bytes.
         max_prompts: maximum number of prompts in one request.
+        max_connections: maximum number of open connections; a further one closes the longest of those that have not
+            sent a whole request, or is refused with 503.
+        header_seconds: time in which the headers of a request must arrive, after which its connection is closed.
         body_seconds: time in which a request body must arrive.
         request_seconds: maximum duration of a request; None: unlimited.
         write_seconds: time that a client may leave a chunk of its stream unread before it is disconnected.
@@ -38,6 +41,8 @@ class ServeConfig:
         adapter_dirs: directories that ``/v1/load_lora_adapter`` may read adapters from; empty: none.
         admin_keys: API keys that may load and unload adapters; empty: nobody may.
         efforts: effort policies, as (model name in requests, policy).
+        batch_dir: directory of files and batches; None: there are none.
+        max_file: maximum size of an uploaded file in bytes.
         stored_responses: responses that ``previous_response_id`` can name; the least recently used are dropped.
         stored_bytes: maximum bytes of all of them.
     """
@@ -51,6 +56,8 @@ class ServeConfig:
     queue: int = 256
     max_body: int = 4 * 2**20
     max_prompts: int = 64
+    max_connections: int = 512
+    header_seconds: float = 10.0
     body_seconds: float = 30.0
     request_seconds: float | None = None
     write_seconds: float = 60.0
@@ -61,23 +68,20 @@ class ServeConfig:
     adapter_dirs: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     efforts: tuple[tuple[str, EffortPolicy], ...] = ()
+    batch_dir: str | None = None
+    max_file: int = 100 * 2**20
     stored_responses: int = 1000
     stored_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"serve: port = {self.port}; give 0 (any free one) to 65535.")
-        for name, least in (
-            ("queue", 0),
-            ("max_body", 1),
-            ("max_prompts", 1),
-            ("grace_seconds", 0),
-            ("stored_responses", 0),
-            ("stored_bytes", 0),
-        ):
+        least_of = {"queue": 0, "max_body": 1, "max_prompts": 1, "grace_seconds": 0, "max_connections": 1}
+        least_of |= {"stored_responses": 0, "stored_bytes": 0, "max_file": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"serve: {name} = {getattr(self, name)}; give {least} or more.")
-        for name in ("body_seconds", "request_seconds", "write_seconds"):
+        for name in ("header_seconds", "body_seconds", "request_seconds", "write_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"serve: {name} = {value}; give seconds above 0.")

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllm.infer.embedder import Pooling
 from jaxllm.infer.llm import LLM
 from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.parallel.distributed import DistributedError, ProcessGroup
@@ -22,7 +23,11 @@ from jaxllm.serve.server import backend_factory, serve
 
 
 def serve_group(
-    config: ServeConfig, load: Callable[[], LLM], group: ProcessGroup, facts: Mapping[str, Any] | None = None
+    config: ServeConfig,
+    load: Callable[[], LLM],
+    group: ProcessGroup,
+    facts: Mapping[str, Any] | None = None,
+    pooling: Pooling | None = None,
 ) -> None:
     """Serves a model from all processes of a group, until process 0 gets a signal.
 
@@ -31,6 +36,7 @@ def serve_group(
         load: makes the engine, on a mesh of the devices of all processes.
         group: this process's group.
         facts: JSON values that must agree in all processes, such as the model's name.
+        pooling: see ``backend_factory``.
 
     Raises:
         DistributedError: the facts disagree, the mesh has not the devices of all processes, or process 0 was stopped
@@ -38,7 +44,7 @@ def serve_group(
         Exception: the one that kept the model from being loaded.
     """
     if group.size == 1:
-        serve(config, backend_factory(load))
+        serve(config, backend_factory(load, pooling))
         return
     group.agree("the server", dict(facts or {}), 300.0)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,7 +66,7 @@ def serve_group(
     if not group.is_leader:
         load_over_all().engine.follow()
         return
-    serve(config, backend_factory(load_over_all))
+    serve(config, backend_factory(load_over_all, pooling))
     if not made:
         raise DistributedError("process 0 was stopped before it had loaded the model.")
     made[0].engine.close()

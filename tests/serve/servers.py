@@ -19,6 +19,7 @@ from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
+from jaxllm.serve.scoring.text_scorer import TextScorer
 from jaxllm.serve.server import BackendFactory
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer
@@ -92,6 +93,7 @@ class FixedRate:
         self.supports_priority, self.embedding_dim, self.services = True, 8, list[Service | None]()
         self.adapter_host = None
         self.sampling: Mapping[str, float] = {}
+        self.scorer: TextScorer | None = None
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 

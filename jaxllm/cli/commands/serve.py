@@ -41,6 +41,8 @@ def serve(argv: list[str]) -> int:
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
+        max_connections: int = 512,
+        header_seconds: float = 10.0,
         request_seconds: float | None = None,
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
@@ -59,6 +61,11 @@ def serve(argv: list[str]) -> int:
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
+        batch_dir: Path | None = None,
+        max_file: int = 100 * 2**20,
+        stored_responses: int = 1000,
+        stored_bytes: int = 64 * 2**20,
+        pooling: Literal["mean", "last"] | None = None,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -78,6 +85,9 @@ def serve(argv: list[str]) -> int:
                 default detected from the chat template.
             queue: maximum number of queued sequences; further requests are refused with status 429.
             max_body: maximum size of a request body in bytes.
+            max_connections: maximum number of open connections; clients that have not sent a whole request are
+                disconnected first to make room.
+            header_seconds: time in which the headers of a request must arrive.
             request_seconds: maximum duration of a request; unlimited by default.
             grace_seconds: time that running requests have to end after SIGTERM.
             log_prompts: write prompts to the log too.
@@ -108,6 +118,13 @@ def serve(argv: list[str]) -> int:
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
                 (docs/serve/effort.md).
+            batch_dir: directory of files and batches (docs/serve/batches.md); without it /v1/files and /v1/batches
+                refuse.
+            max_file: with --batch-dir: maximum size of an uploaded file in bytes.
+            stored_responses: responses that previous_response_id can name; the least recently used are dropped.
+            stored_bytes: maximum bytes of all of them.
+            pooling: the model is an embedding model, with this pooling of hidden states: /score, /rerank and /pooling
+                use it (docs/serve/apis.md).
         """
         try:
             from jaxllm.serve import ServeConfig
@@ -121,12 +138,15 @@ def serve(argv: list[str]) -> int:
 
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
-            queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
+            queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
+            request_seconds=request_seconds, grace_seconds=grace_seconds,
             log_prompts=log_prompts, metrics_names=metrics_names, otlp_traces_endpoint=otlp_traces_endpoint,
             tool_parser=tool_parser,
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
             efforts=read_policies(effort),
+            batch_dir=None if batch_dir is None else str(batch_dir), max_file=max_file,
+            stored_responses=stored_responses, stored_bytes=stored_bytes,
         )  # fmt: skip
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
@@ -155,7 +175,7 @@ def serve(argv: list[str]) -> int:
                     f"{group.size} processes serve one model together: give --mesh over all their devices, such as "
                     "data=2,tensor=4 (docs/serve/serving.md). To serve from this process alone, set JAXLLM_PROCESSES=1."
                 )
-            serve_group(config, load, group, facts)
+            serve_group(config, load, group, facts, pooling)
         return 0
 
     return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")

@@ -53,6 +53,7 @@ class TextCompletionHandler:
         self, dispatcher: RequestDispatcher, body: CompletionRequest, head: dict[str, Any], record: dict[str, Any]
     ):
         check_streaming(body)
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         self._dispatcher, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
         backend = dispatcher.backend
