@@ -194,7 +194,7 @@ def _job(
         markers += special_ids(backend.tokenizer)
     grammar, source = _grammar(body, choice, chat_format, options)
     params = sampling_params(
-        with_model_sampling(body, backend.sampling), backend.tokenizer, room if most is None else most, logprobs=top,
+        body, backend.tokenizer, room if most is None else most, logprobs=top,
         prompt_logprobs=body.prompt_logprobs, spelt=tuple(dict.fromkeys(markers)), grammar=grammar,
     )  # fmt: skip
     return GenerationJob(ids, params, body.cache_salt or "", scheduling_of(body, backend, record), source), options

@@ -152,7 +152,7 @@ def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Ser
         raise ApiError(400, message, param="max_tokens")
     echoed = body.logprobs if body.echo else None
     params = sampling_params(
-        with_model_sampling(body, backend.sampling),
+        body,
         backend.tokenizer,
         asked,
         best_of=body.best_of,
