@@ -150,8 +150,9 @@ def serve(argv: list[str]) -> int:
         except ModuleNotFoundError as error:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
-        from jaxllm.infer import LLM, EngineConfig
+        from jaxllm.infer import LLM
         from jaxllm.infer.engine.policies import Fair, Priority, Shortest
+        from jaxllm.infer.engine_config import serving_config
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         config = ServeConfig(
@@ -169,15 +170,10 @@ def serve(argv: list[str]) -> int:
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
             raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
-        plain = EngineConfig(
-            max_sequences=max_sequences,
-            max_batched_tokens=max_batched_tokens,
-            max_len=max_len,
-            top_logprobs=20,
-            kv_dtype=kv_dtype,
-            adapter_slots=0 if found is None else adapter_slots,
-            adapter_rank=adapter_rank,
-        )
+        plain = serving_config(
+            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype=kv_dtype,
+            adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank,
+        )  # fmt: skip
         sizes = with_speculation(plain, speculate, speculate_tokens)
         log_to_terminal()
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
