@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import json
 import random
@@ -69,10 +70,14 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     return [place for key in keys for place in ((value, key), *_places(value[key]))]
 
 
+def _copy(value: Any) -> Any:
+    return copy.deepcopy(value)
+
+
 def _body(rng: random.Random, path: str) -> Any:
     """A legal body in which a few values are replaced, dropped or added."""
     known = LEGAL.get(path) or rng.choice(list(LEGAL.values()))
-    body = json.loads(json.dumps({"model": "tiny", **rng.choice(known)}))
+    body = _copy({"model": "tiny", **rng.choice(known)})
     for _ in range(rng.randrange(4)):
         places = _places(body)
         if not places:
@@ -80,18 +85,18 @@ def _body(rng: random.Random, path: str) -> Any:
         container, key = rng.choice(places)
         how = rng.choice(["junk", "junk", "drop", "add", "nest", "double", "swap"])
         if how == "junk":
-            container[key] = rng.choice(JUNK)
+            container[key] = _copy(rng.choice(JUNK))
         elif how == "drop" and isinstance(container, dict):
             del container[key]
         elif how == "add":
-            body[rng.choice(WORDS)] = rng.choice(JUNK)
+            body[rng.choice(WORDS)] = _copy(rng.choice(JUNK))
         elif how == "nest":
             for _ in range(rng.randrange(1, 200)):
                 container[key] = [container[key]]
         elif how == "double" and isinstance(container, list):
-            container *= 2
+            container += _copy(container)
         elif how == "swap":
-            container[key] = json.loads(json.dumps(rng.choice(places)[0]))
+            container[key] = _copy(rng.choice(places)[0])
     return body
 
 
