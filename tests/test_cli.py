@@ -84,11 +84,11 @@ def test_serve_accepts_deprecated_options(monkeypatch, capsys):
         seen.append(fields)
         return EngineConfig(**fields)
 
-    monkeypatch.setattr("jaxllm.serve.multihost_server.serve", lambda config, factory: None)
+    monkeypatch.setattr("jaxllm.serve.multihost_server.serve", lambda config, factory, **fields: None)
     monkeypatch.setattr("jaxllm.infer.EngineConfig", make)
-    assert run("serve", "x", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
+    assert run("serve", "x", "--port", "0", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
     assert capsys.readouterr().err == ""
-    assert run("serve", "x", "--sequences", "4", "--budget=64") == 0
+    assert run("serve", "x", "--port", "0", "--sequences", "4", "--budget=64") == 0
     assert capsys.readouterr().err == (
         "--sequences is now --max-sequences; the old name goes away in the next release.\n"
         "--budget is now --max-batched-tokens; the old name goes away in the next release.\n"

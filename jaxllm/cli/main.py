@@ -8,12 +8,14 @@ import sys
 from jaxllm.cli.command_table import COMMANDS
 from jaxllm.cli.errors import guarded
 from jaxllm.cli.option_synonyms import check_option_names
+from jaxllm.cli.runtime import end_process
 from jaxllm.config import closest
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns the exit status; ``argv`` defaults to the process's arguments."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Runs a command and returns the exit status; without ``argv``, the process's own, which it may end."""
+    if argv is None:
+        return end_process(main(sys.argv[1:]))
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
         return 0

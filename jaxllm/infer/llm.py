@@ -17,6 +17,7 @@ import jax
 
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.files import DataError, cache_root
+from jaxllm.hub import find_model
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, Source
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Policy
@@ -27,6 +28,7 @@ from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
+from jaxllm.infer.start_progress import Listener, shown_progress
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
 from jaxllm.peft.base_hash import base_hash
@@ -91,6 +93,14 @@ class LLM:
             is adaptive by default.
         adapters: LoRA adapters by the names that requests may give: directories in PEFT's format, read when they are
             needed, or adapters in memory. ``engine.load_adapter`` adds others.
+        background: generate as soon as the first programs are compiled, and compile the others meanwhile, see
+            ``Engine.of``; ``engine.wait_for_programs`` waits for all.
+        programs: folder of compiled programs that came with the model (`jaxllm compile --serve`); None: the folder
+            ``programs`` in the model's directory, if there is one.
+        trust_programs: run programs of that folder that somebody else has compiled: native code, which can do anything.
+            Only files that nobody but you can change are taken.
+        progress: called with "loading", "compiling" or "ready", how much of it is done, and of how much, see
+            ``StartProgress``; None: a start of more than two seconds shows a line on the terminal.
     """
 
     def __init__(
@@ -106,31 +116,45 @@ class LLM:
         adapters: Mapping[str, Source] | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        background: bool = True,
+        programs: Path | str | None = None,
+        trust_programs: bool = False,
+        progress: Listener | None = None,
     ):
         # Checked before the model is loaded.
         sizes = with_speculation(config or EngineConfig(), speculate, speculate_tokens)
         over = None if mesh is None else mesh_of(mesh)
-        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, mesh=over)
-        self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
-        if adapters and not sizes.adapter_slots:
-            sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
-        own = _hash_of(self.loaded) if sizes.adapter_slots else ""
-        catalogue = AdapterCatalogue(functools.partial(read_adapter, self.loaded, base_hash=own))
-        for name, source in (adapters or {}).items():
-            catalogue.add(name, source)
-        self.engine = Engine.of(
-            self.loaded.model,
-            self.loaded.params,
-            sizes,
-            tokenizer=self.tokenizer,
-            longest=self.loaded.longest,
-            mesh=over or self.loaded.mesh,
-            manifest=None if folder is None else Path(folder),
-            strict=strict,
-            policy=policy,
-            adapters=catalogue,
-        )
+        shipped = shipped_programs(model) if programs is None and isinstance(model, str | Path) else programs
+        name = "the model" if isinstance(model, LoadedModel) else str(model)
+        with shown_progress(name, progress) as tell:
+            if not isinstance(model, LoadedModel):
+                model = load_model(
+                    model, dtype=dtype, mesh=over, progress=lambda _, done, total: tell("loading", done, total)
+                )
+            self.loaded, self.tokenizer = model, model.tokenizer
+            if adapters and not sizes.adapter_slots:
+                sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
+            own = _hash_of(self.loaded) if sizes.adapter_slots else ""
+            catalogue = AdapterCatalogue(functools.partial(read_adapter, self.loaded, base_hash=own))
+            for name, source in (adapters or {}).items():
+                catalogue.add(name, source)
+            self.engine = Engine.of(
+                self.loaded.model,
+                self.loaded.params,
+                sizes,
+                tokenizer=self.tokenizer,
+                longest=self.loaded.longest,
+                mesh=over or self.loaded.mesh,
+                manifest=None if folder is None else Path(folder),
+                strict=strict,
+                policy=policy,
+                adapters=catalogue,
+                background=background,
+                shipped=None if shipped is None else Path(shipped),
+                trusted=trust_programs,
+                progress=tell,
+            )
         if self.engine.runner.mesh is not None:
             # Keep only the engine's copy of the weights.
             self.loaded = replace(self.loaded, params=self.engine.runner.params, mesh=self.engine.runner.mesh)
@@ -224,6 +248,12 @@ class LLM:
         if not ids:
             raise DataError("the prompt is empty, and this tokenizer has no token to begin a document with.")
         return ids
+
+
+def shipped_programs(model: str | Path) -> Path | None:
+    """Folder of compiled programs in a model's directory; None: there is none."""
+    folder = find_model(model) / "programs"
+    return folder if folder.is_dir() else None
 
 
 def encode_prompt(

@@ -33,7 +33,7 @@ from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
-from jaxllm.serve.api.errors import ApiError, dumps, validation_error
+from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
 from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
@@ -132,7 +132,7 @@ class ApiService:
         except ApiError as error:
             stage = "compiling" if self.start.stage == "ready" else self.start.stage
             status = "stopping" if self.draining else stage if self.failure is None else "failed"
-            return Response(dumps({"status": status, **body, **error.body()}), 503, error.headers, "application/json")
+            return json_response({"status": status, **body, **error.body()}, 503, error.headers)
         return json_response({"status": "ready", **body})
 
     def check_model(self, name: str | None) -> AdapterRevision | None:

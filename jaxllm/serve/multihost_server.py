@@ -27,7 +27,9 @@ def serve_group(
     load: Callable[[], LLM],
     group: ProcessGroup,
     facts: Mapping[str, Any] | None = None,
+    *,
     pooling: Pooling | None = None,
+    **others: Any,
 ) -> None:
     """Serves a model from all processes of a group, until process 0 gets a signal.
 
@@ -37,6 +39,7 @@ def serve_group(
         group: this process's group.
         facts: JSON values that must agree in all processes, such as the model's name.
         pooling: see ``backend_factory``.
+        others: arguments of ``serve``: sockets, start and on_ready, of process 0.
 
     Raises:
         DistributedError: the facts disagree, the mesh has not the devices of all processes, or process 0 was stopped
@@ -44,7 +47,7 @@ def serve_group(
         Exception: the one that kept the model from being loaded.
     """
     if group.size == 1:
-        serve(config, backend_factory(load, pooling))
+        serve(config, backend_factory(load, pooling), **others)
         return
     group.agree("the server", dict(facts or {}), 300.0)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -66,7 +69,7 @@ def serve_group(
     if not group.is_leader:
         load_over_all().engine.follow()
         return
-    serve(config, backend_factory(load_over_all, pooling))
+    serve(config, backend_factory(load_over_all, pooling), **others)
     if not made:
         raise DistributedError("process 0 was stopped before it had loaded the model.")
     made[0].engine.close()

@@ -138,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "programs_signed_without_their_name",
-        "jaxllm/infer/runner/program_cache.py",
+        "jaxllm/infer/runner/executable_signature.py",
         'name.encode() + b"\\0" + data',
         "data",
         ("tests/infer/test_program_cache.py::test_what_was_not_signed_here_is_not_opened",),

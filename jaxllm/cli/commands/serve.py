@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
@@ -14,7 +16,9 @@ from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
-from jaxllm.cli.runtime import processes, use_compilation_cache
+from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
+from jaxllm.infer.start_progress import StartProgress, terminal_line
+from jaxllm.serve.listening import ListenError, listen
 
 if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
@@ -66,6 +70,8 @@ def serve(argv: list[str]) -> int:
         stored_responses: int = 1000,
         stored_bytes: int = 64 * 2**20,
         pooling: Literal["mean", "last"] | None = None,
+        programs: Path | None = None,
+        trust_programs: bool = False,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -125,7 +131,18 @@ def serve(argv: list[str]) -> int:
             stored_bytes: maximum bytes of all of them.
             pooling: the model is an embedding model, with this pooling of hidden states: /score, /rerank and /pooling
                 use it (docs/serve/apis.md).
+            programs: directory of compiled programs, of `jaxllm compile --serve`; by default the directory programs
+                beside the model's files, if there is one.
+            trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
+                can do anything; files that others than you can change are not taken in any case.
         """
+        # Before anything is imported or loaded, which takes seconds.
+        try:
+            sockets = listen(host, port) if is_first_process() else []
+            for one in sockets:
+                closed.callback(one.close)
+        except ListenError as error:
+            raise UsageError(str(error)) from None
         try:
             from jaxllm.serve import ServeConfig
             from jaxllm.serve.multihost_server import facts_of, serve_group
@@ -161,12 +178,24 @@ def serve(argv: list[str]) -> int:
             adapter_rank=adapter_rank,
         )
         sizes = with_speculation(plain, speculate, speculate_tokens)
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+        log_to_terminal()
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
 
+        start = StartProgress(*([terminal_line(str(config.name))] if sys.stderr.isatty() else []))
+
         def load() -> LLM:
-            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config)
-            return LLM(loaded, sizes, policy=order, adapters=found)
+            from jaxllm.infer.llm import shipped_programs
+
+            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config, progress=start)
+            return LLM(
+                loaded, sizes, policy=order, adapters=found, progress=start,
+                programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
+            )  # fmt: skip
+
+        def announce(url: str) -> None:
+            done, total = start.programs
+            rest = "" if done == total else f"; {total - done} more are compiled meanwhile"
+            print(f"ready: {url} serves {config.name} ({done} of {total} programs{rest})", file=sys.stderr, flush=True)
 
         facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
         with processes() as group:
@@ -175,10 +204,32 @@ def serve(argv: list[str]) -> int:
                     f"{group.size} processes serve one model together: give --mesh over all their devices, such as "
                     "data=2,tensor=4 (docs/serve/serving.md). To serve from this process alone, set JAXLLM_PROCESSES=1."
                 )
-            serve_group(config, load, group, facts, pooling)
+            serve_group(config, load, group, facts, pooling=pooling, sockets=sockets, start=start, on_ready=announce)
         return 0
 
-    return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
+    with ends_at_interrupt(), contextlib.ExitStack() as closed:
+        return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
+
+
+def log_to_terminal() -> None:
+    """Writes the server's log to the standard error, a JSON object a line; of libraries only their warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+class _JsonLines(logging.Formatter):
+    """Formats a record as a line of JSON; the server's own records are JSON already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.name == "jaxllm.serve" and not record.exc_info:
+            return text
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return json.dumps({"level": record.levelname.lower(), "logger": record.name, "message": text})
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi import Request
@@ -30,9 +30,9 @@ def errors(*statuses: int, model: type = ErrorResponse) -> dict[int | str, dict[
     return {s: {"model": model, "description": _STATUS_TEXT[s]} for s in (400, 401, 405, 413, *statuses)}
 
 
-def json_response(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Response with a JSON body."""
-    return Response(dumps(value), status, media_type="application/json")
+    return Response(dumps(value), status, headers, "application/json")
 
 
 @runtime_checkable
