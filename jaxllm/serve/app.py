@@ -410,6 +410,8 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
+        if service.config.batch_dir is not None:
+            shapes["Body_upload_file_v1_files_post"]["additionalProperties"] = False
         for request in ("TokenizeRequest", "DetokenizeRequest"):
             shapes[request]["properties"]["model"] = {"enum": [*names, None]}
         (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
@@ -424,6 +426,7 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
 def _bound_by_backend(shapes: dict[str, Any], backend: Backend) -> None:
     """Bounds of fields that the model and its engine set."""
     _bound_tokens(shapes, backend.tokenizer.vocab_size)
+    shapes["MessageRequest"]["properties"]["max_tokens"]["maximum"] = backend.max_len - 1
     known = {("EmbeddingRequest", "dimensions"): [backend.embedding_dim, None]}
     if not backend.supports_priority:
         prioritised = (request for request in GENERATING if "priority" in shapes[request]["properties"])

@@ -19,7 +19,7 @@ from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
-from jaxllm.serve.scoring.text_scorer import TextScorer
+from jaxllm.serve.scoring.text_scorer import RewardScorer, TextScorer
 from jaxllm.serve.server import BackendFactory
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer
@@ -66,7 +66,10 @@ async def tiny_backend() -> AsyncIterator[Backend]:
     """The tiny engine, running."""
     made = tiny_engine()
     async with AsyncEngine(made) as engine:
-        yield EngineBackend(engine, TEMPLATE, Embedder(made.runner.model, made.runner.params, made.max_len))
+        embedder = Embedder(made.runner.model, made.runner.params, made.max_len)
+        reward = functools.partial(embedder.reward, token=7)
+        scorer = RewardScorer(ByteTokenizer(), TEMPLATE, reward, made.max_len)
+        yield EngineBackend(engine, TEMPLATE, embedder, scorer=scorer)
 
 
 class FixedRate:

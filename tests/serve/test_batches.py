@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +132,7 @@ def test_a_batch_without_a_server_is_resumed(tmp_path):
 
     def stop(progress: BatchProgress) -> None:
         seen.append(progress)
-        if progress.completed == 4:
+        if progress.completed >= 3:
             raise Stopped
 
     lines, journal = open_batch(paths)
@@ -139,9 +141,11 @@ def test_a_batch_without_a_server_is_resumed(tmp_path):
     assert not paths.out.exists()
     again = servers.FixedRate(0.0, sequences=2)
     lines, journal = open_batch(paths)
+    before = journal.counts["output"]
+    assert 3 <= before < 8
     ended = run_offline(lines, journal, paths, config, servers.opener(again), seen.append)
     assert ended == seen[-1] == BatchProgress(9, 8, 1)
-    assert again.begun == 8 - 4
+    assert again.begun == 8 - before
     assert [row["custom_id"] for row in journal_rows(paths.out)] == [f"c{n}" for n in (0, 1, *range(3, 9))]
     assert ["line 3" in row["error"]["message"] for row in journal_rows(paths.errors)] == [True]
     assert not paths.journal.exists()
@@ -154,3 +158,18 @@ def test_a_batch_without_a_server_is_resumed(tmp_path):
         open_batch(paths)
     with pytest.raises(DataError, match="cannot be read"):
         open_batch(BatchPaths(tmp_path / "none", paths.out))
+
+
+def test_a_batch_ends_once_whatever_is_cancelled_meanwhile(tmp_path):
+    """The end is written in a thread; a request to cancel waits for it and is then refused."""
+    backend = servers.FixedRate(0.0, sequences=4)
+    config = ServeConfig(port=0, name="tiny", batch_dir=str(tmp_path))
+    with servers.running(servers.opener(backend), config) as (_, url), opened(url) as client:
+        for number in range(12):
+            batch = begun(client, [line(0, max_tokens=1)])
+            time.sleep(0.004 * number)
+            with contextlib.suppress(openai.BadRequestError):
+                client.batches.cancel(batch.id)
+            done = ended(client, batch)
+            assert done.status in ("completed", "cancelled")
+            assert done.request_counts.completed + done.request_counts.failed == 1

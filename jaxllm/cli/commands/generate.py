@@ -91,9 +91,18 @@ def generate(argv: list[str]) -> int:
         check_speculation(speculate, speculate_tokens)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
+        of_prompt = {
+            "max-tokens": max_tokens != 200, "temperature": temperature is not None, "top-p": top_p is not None,
+            "top-k": top_k is not None, "min-p": min_p is not None, "seed": seed != 0,
+            "repetition-penalty": repetition_penalty is not None, "effort": effort is not None,
+        }  # fmt: skip
+        of_batch = {"name": name is not None, "max-sequences": max_sequences != 16, "max-len": max_len is not None}
+        for option, wrong in (of_batch if batch is None else of_prompt).items():
+            if wrong and batch is None:
+                raise UsageError(f"--{option} is for --batch.")
+            if wrong:
+                raise UsageError(f"--{option} is for --prompt; the requests of a batch have their own fields.")
         if batch is not None and out is not None:
-            if effort is not None:
-                raise UsageError("--effort is for --prompt; the requests of a batch have their own sampling fields.")
             from jaxllm.cli.batch_generation import generate_batch
             from jaxllm.infer import LLM, EngineConfig
             from jaxllm.infer.speculate.proposer_table import with_speculation

@@ -104,10 +104,8 @@ class BatchManager:
             ApiError: 404 or 400; there is no such batch, or it has ended.
         """
         batch = self.get(name)
-        if batch.ended:
+        if not await asyncio.to_thread(batch.cancel):
             raise ApiError(400, f"the batch is {batch.status}, so it cannot be cancelled.", param="batch_id")
-        if not batch.cancelled:
-            await asyncio.to_thread(batch.enter, "cancelling")
         if self._running is not None and self._running[0] == name:
             self._running[1].cancel()
         self._changed.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class BatchRecord:
         self.journal = BatchJournal(folder / _JOURNAL)
         self._head = self.journal.states[0]
         self._lines: BatchInput | None = None
+        self._ending = threading.Lock()
         if not any("total" in state for state in self.journal.states):
             self.journal.state(total=len(self.lines))
         if self.ended:
@@ -93,11 +95,25 @@ class BatchRecord:
         """Records a status, and the time."""
         self.journal.state(status=status, at=int(time.time()), **fields)
 
+    def cancel(self) -> bool:
+        """Records that the batch is to be cancelled; returns False for one that has ended.
+
+        While the end is being written, it waits for that.
+        """
+        with self._ending:
+            if not self.ended and not self.cancelled:
+                self.enter("cancelling")
+            return not self.ended
+
     def finish(self, files: FileStore) -> None:
         """Answers the lines that are left with an error, writes output and error file, and records the end.
 
         A crash within repeats it: answers and files that are there are kept.
         """
+        with self._ending:
+            self._finish(files)
+
+    def _finish(self, files: FileStore) -> None:
         left = [line for line in self.lines if line.number not in self.journal]
         if left and not self.cancelled:
             self.journal.state(late=True)

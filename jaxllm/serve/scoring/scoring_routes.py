@@ -73,6 +73,7 @@ def add_scoring_routes(app: FastAPI, service: RequestService) -> None:
         """Scores of pairs of texts: cosines of an embedding model, probabilities of a reward model."""
         first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
         first = first * len(second) if len(first) == 1 else first
+        second = second * len(first) if len(second) == 1 else second
         if len(first) != len(second):
             message = f"text_1 has {len(first)} texts and text_2 {len(second)}; give one, or as many as the other has."
             raise ApiError(400, message, param="text_1")
