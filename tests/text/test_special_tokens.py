@@ -14,6 +14,7 @@ from tests.text.test_library import definition
 PLAIN = ChatTemplate("{% for m in messages %}<|bos|>{{ m.content }}<|eos|>{% endfor %}")
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("name", ["qwen2", "llama3", "gemma"])
 def test_ids_equal_transformers(name):
     for text in control_tokens.strings(11, 24):
@@ -27,6 +28,7 @@ def test_a_conversation_of_many_messages_equals_transformers():
     assert ids == control_tokens.chat_ids("qwen2", contents)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("family", injections.FAMILIES)
 def test_content_forges_no_turn(family):
     made = [injections.check(family, number) for number in range(0, len(injections.PATTERNS), 5)]

@@ -27,6 +27,7 @@ def test_there_are_eighty():
     assert all(not one.by_design or one.by_design.endswith(".") for one in ASSERTIONS)
 
 
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("one", ASSERTIONS, ids=lambda one: f"{one.server}-{one.name}")
 def test_assertion(ask: Asker, one: Assertion):
     one.check(ask)
