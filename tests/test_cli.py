@@ -85,7 +85,7 @@ def test_serve_accepts_deprecated_options(monkeypatch, capsys):
         return EngineConfig(**fields)
 
     monkeypatch.setattr("jaxllm.serve.multihost_server.serve", lambda config, factory, **fields: None)
-    monkeypatch.setattr("jaxllm.infer.EngineConfig", make)
+    monkeypatch.setattr("jaxllm.infer.engine_config.EngineConfig", make)
     assert run("serve", "x", "--port", "0", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
     assert capsys.readouterr().err == ""
     assert run("serve", "x", "--port", "0", "--sequences", "4", "--budget=64") == 0

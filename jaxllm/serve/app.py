@@ -36,7 +36,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -45,7 +45,6 @@ from jaxllm.serve.api.request_schemas import (
     TokenizeRequest,
 )
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
-from jaxllm.serve.api.sampling_fields import SamplingFields
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.batches.batch_routes import add_batch_routes
@@ -215,8 +214,7 @@ class ApiService:
 
     async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
-        known = self.ready().backend.sampling if isinstance(body, SamplingFields) else {}
-        request.scope["jaxllm.request"] = with_model_sampling(body, known) if known else body
+        request.scope["jaxllm.request"] = body
         handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
         release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:

@@ -33,12 +33,12 @@ _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
-class ErrorResponse(Response):
+class LoggedErrorResponse(Response):
     """JSON response that writes the reason of the error to the request's log record.
 
     Args:
         error: the error.
-        path: path of the request; the body has the shape of the API that it belongs to.
+        path: path of the request, which the shape of the body depends on.
     """
 
     def __init__(self, error: ApiError, path: str):
@@ -51,8 +51,8 @@ class ErrorResponse(Response):
 
 
 def error_response(error: ApiError, path: str) -> Response:
-    """JSON response of an API error."""
-    return ErrorResponse(error, path)
+    """JSON response of an API error, in the shape of the API that the path belongs to."""
+    return LoggedErrorResponse(error, path)
 
 
 class RequestMiddleware:

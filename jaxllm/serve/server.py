@@ -23,7 +23,9 @@ from fastapi import FastAPI
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.llm import LLM
+from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.start_progress import StartProgress
+from jaxllm.parallel.distributed import DistributedError
 from jaxllm.serve.app import ApiService, create_app
 from jaxllm.serve.backend import Backend, EngineBackend
 from jaxllm.serve.config import ServeConfig
@@ -156,6 +158,10 @@ def backend_factory(load: Callable[[], LLM], pooling: Pooling | None = None) -> 
 def text_scorer(llm: LLM, embedder: Embedder, pooling: Pooling | None) -> TextScorer | None:
     """Scorer of a model: of an embedding model if it is said to be one, or of a reward model; None for others."""
     loaded, most = llm.loaded, llm.engine.max_len
+    if spans_processes(llm.engine.runner.mesh):
+        if pooling is not None:
+            raise DistributedError("several processes serve completions, and no pooled hidden states: use one process.")
+        return None
     if pooling is not None:
         return EmbeddingScorer(loaded.tokenizer, functools.partial(embedder, pooling=pooling), most)
     if (token := reward_token_of(loaded.meta)) is not None:

@@ -87,8 +87,9 @@ def serve(argv: list[str]) -> int:
             max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
             policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, or
                 the shortest expected remaining work.
-            tool_parser: tool-call format: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or deepseek_v31; by
-                default detected from the chat template.
+            tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
+                mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
+                detected from the chat template.
             queue: maximum number of queued sequences; further requests are refused with status 429.
             max_body: maximum size of a request body in bytes.
             max_connections: maximum number of open connections; clients that have not sent a whole request are
@@ -149,8 +150,9 @@ def serve(argv: list[str]) -> int:
         except ModuleNotFoundError as error:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
-        from jaxllm.infer import LLM, EngineConfig
+        from jaxllm.infer import LLM
         from jaxllm.infer.engine.policies import Fair, Priority, Shortest
+        from jaxllm.infer.engine_config import serving_config
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         config = ServeConfig(
@@ -168,15 +170,10 @@ def serve(argv: list[str]) -> int:
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
             raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
-        plain = EngineConfig(
-            max_sequences=max_sequences,
-            max_batched_tokens=max_batched_tokens,
-            max_len=max_len,
-            top_logprobs=20,
-            kv_dtype=kv_dtype,
-            adapter_slots=0 if found is None else adapter_slots,
-            adapter_rank=adapter_rank,
-        )
+        plain = serving_config(
+            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype=kv_dtype,
+            adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank,
+        )  # fmt: skip
         sizes = with_speculation(plain, speculate, speculate_tokens)
         log_to_terminal()
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)

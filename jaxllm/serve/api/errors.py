@@ -95,8 +95,8 @@ def validation_error(problems: Sequence[Mapping[str, Any]], body: Any = None) ->
     parts = [] if not unknown else [_unknown(unknown)]
     parts += [_sentence(path, errors, body) for path, errors in found.items() if path not in unknown]
     more = f"; and {len(parts) - MAX_PROBLEMS} more" if len(parts) > MAX_PROBLEMS else ""
-    param, errors = next(iter(found.items()))
-    kind = str(errors[0].get("type", ""))
+    param = unknown[0] if unknown else next(iter(found))
+    kind = str(found[param][0].get("type", ""))
     code = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter"}.get(kind, kind or None)
     return ApiError(400, "; ".join(parts[:MAX_PROBLEMS]) + more + ".", param=param or None, code=code)
 
@@ -138,7 +138,7 @@ def _unknown(paths: Sequence[str]) -> str:
 
 
 def _sentence(path: str, errors: Sequence[Mapping[str, Any]], body: Any) -> str:
-    """What is wrong with a field and what is legal."""
+    """Sentence about a field: the fault, and the legal values."""
     name = path or "the body"
     words = list(dict.fromkeys(_word(one, path, body) for one in errors))
     if len(words) > 1:
@@ -155,7 +155,7 @@ def _sentence(path: str, errors: Sequence[Mapping[str, Any]], body: Any) -> str:
 
 
 def _word(problem: Mapping[str, Any], union: str, body: Any) -> str:
-    """What an alternative of a union wants, in words."""
+    """Requirement of one alternative of a union, in words."""
     kind, path = str(problem.get("type", "")), _field(problem, body)
     expected = (problem.get("ctx") or {}).get("expected", "")
     word = f"one of {expected}" if kind == "literal_error" else _WORDS.get(kind, "")

@@ -14,11 +14,12 @@ import httpx
 import hypothesis
 import jsonschema
 import schemathesis
+from fastapi.routing import APIRoute
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
-from jaxllm.serve import ServeConfig
+from jaxllm.serve import ServeConfig, create_app
 from tests import environment
 from tests.proofs.harness import proof
 from tests.serve import servers
@@ -37,6 +38,12 @@ def _served() -> tuple[str, Any]:
     config = ServeConfig(port=0, name="tiny", queue=12, tool_parser="hermes", batch_dir=folder)
     _, url = _OPEN.enter_context(servers.running(servers.tiny_backend, config))
     return url, schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def _routes() -> set[tuple[str, str]]:
+    """(method, path) of all routes of the application."""
+    routes = [route for route in create_app(ServeConfig()).routes if isinstance(route, APIRoute)]
+    return {(method.lower(), one.path) for one in routes if one.include_in_schema for method in one.methods}
 
 
 @proof("server", count=110, sample=1, bound={"refused": 0.5, "too few": 0})
@@ -59,7 +66,7 @@ def schemathesis_cases(seed: int) -> dict[str, float]:
         case.validate_response(answer, excluded_checks=lenient)
 
     operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) == 32
+    assert {(found.method, found.path) for found in operations} == _routes()
     for operation in operations:
         draw(operation.as_strategy(generation_mode=GenerationMode.POSITIVE), send, LEGAL, seed, operation.label)
         if operation.method == "post" or len(operation.path_parameters):
