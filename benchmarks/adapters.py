@@ -1,11 +1,16 @@
-"""LoRA adapters while serving: tokens per second with several in a batch over the base alone, and bytes of a step.
+"""LoRA adapters: tokens per second served with several in a batch over the base alone, the time of a training step over
+that of the whole model, and bytes of a step.
 
-    python -m benchmarks.adapters [--model smollm2] [--batch 32] [--ranks 8,16] [--counts 1,8,16,32] [--json FILE]
+    python -m benchmarks.adapters [--model smollm2] [--batch 32] [--ranks 4,8,16] [--counts 1,8,16,32] [--json FILE]
+    python -m benchmarks.adapters --traces
     python -m benchmarks.adapters --on v6e:1x1,h100:1x1 [--slots 8,32] [--rank 16] [--tiny]
 
 The first decodes on this machine, with random adapters of every projection. The engine without slots, and the one with
-slots serving the base and 1, 8, ... adapters in a batch of the same sequences, take turns; the median counts. The
-second compiles the decode step of the recipe llama3_8b in bfloat16 for a device far away and reads its bytes from the
+slots serving the base and 1, 8, ... adapters in a batch of the same sequences, take turns; the median counts. Pages
+have as many ranks as the adapters. Then steps of SFT of the whole model and of each rank of LoRA take turns.
+``--traces`` draws requests for Llama-3-8B on 80 GB and counts, at equal memory, adapters that are on the device when a
+request needs them: with a pool of their own, and in one pool with the KV cache (S-LoRA's). The
+last compiles the decode step of the recipe llama3_8b in bfloat16 for a device far away and reads its bytes from the
 program's text, as ``benchmarks.engine_bytes`` does; every slot is counted as in use. Layers are apart on GPUs.
 """
 
@@ -64,7 +69,7 @@ def measure(model: str, batch: int, tokens: int, rank: int, counts: Sequence[int
     )  # fmt: skip
 
     def built(slots: int) -> Any:
-        config = dataclasses.replace(sizes, adapter_slots=slots, adapter_rank=rank)
+        config = dataclasses.replace(sizes, adapter_slots=slots, adapter_rank=rank, adapter_page_ranks=min(rank, 16))
         return Engine.of(loaded.model, loaded.params, config, mesh=loaded.mesh)
 
     plain, served = built(0), built(max(counts))
@@ -92,6 +97,132 @@ def measure(model: str, batch: int, tokens: int, rank: int, counts: Sequence[int
             flush=True,
         )
     return rows
+
+
+def train_steps(rows: int, length: int, ranks: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Time of a training step of the recipe sft_smollm2 with LoRA on all matmuls, over that of the whole model."""
+    import jax
+
+    from jaxllm.models import functional
+    from jaxllm.peft import AdapterConfig, start_params
+    from jaxllm.train import abstract_state, init_state
+    from jaxllm.train.run import build_value_and_grad
+    from jaxllm.train.run_model import run_model
+    from jaxllm.train.step.step_builder import build_optimizer, build_step
+    from recipes.sft import sft_smollm2
+    from sharding import MeshSpec
+
+    mesh, whole = MeshSpec.parse("dp").build(jax.devices()[:1]), sft_smollm2()
+    whole = dataclasses.replace(
+        whole, accumulate=1, data=dataclasses.replace(whole.data, seq_len=length, batch_size=rows)
+    )
+    ways, states = {}, {}
+    batch = random_batch(rows, length, whole.model.vocab_size)
+    with jax.set_mesh(mesh):
+        base = functional(whole.model).init(jax.random.key(0))
+        for name, adapter in (
+            ("the whole model", AdapterConfig()),
+            *((f"lora of rank {r}", AdapterConfig("lora", r)) for r in ranks),
+        ):
+            run = dataclasses.replace(whole, adapter=adapter)
+            model = run_model(run)
+            optimizer = build_optimizer(run, model)
+            params = start_params(model, adapter, base, mesh, 0) if adapter else base
+            abstract = abstract_state(model, optimizer, mesh)
+            states[name] = init_state(model, optimizer, mesh, 0, abstract, jax.tree.map(jax.numpy.copy, params))
+            step = build_step(run, model, build_value_and_grad(run, model, mesh), optimizer)
+            ways[name] = jax.jit(step, donate_argnums=0)
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(rounds + 1):
+            for name, step in ways.items():
+                start = time.perf_counter()
+                states[name], metrics = step(states[name], batch)
+                jax.block_until_ready(metrics)
+                taken[name] += [time.perf_counter() - start] if turn else []
+    middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    found = []
+    for name, seconds in middle.items():
+        ratio = seconds / middle["the whole model"]
+        found.append({"step": name, "rows": rows, "length": length, "seconds": seconds, "of the whole": ratio})
+        print(
+            f"step of {rows} x {length} tokens: {name:16} {seconds:7.2f} s, {ratio:.2f} of the whole model's",
+            flush=True,
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Drawn requests for Llama-3-8B in bfloat16 on 80 GB: a heavy tail of 2,000 adapters of ranks 8 to 64.
+
+    Attributes:
+        load: running requests that arrivals would keep busy, over those that the whole memory holds.
+        own: share of the memory that adapters have for themselves; 0: they share it with the KV cache.
+    """
+
+    load: float
+    own: float
+
+    MEMORY, TOKENS, KV_BYTES, RANK_BYTES = 60e9, 4096, 131_072, 5.24e6
+
+    def run(self, requests: int = 20_000) -> dict[str, float]:
+        """Share of requests whose adapter was there, requests that ran at a time, and those that waited."""
+        rng = np.random.default_rng(0)
+        names = np.minimum(rng.zipf(1.2, requests) - 1, 1999)
+        size = rng.choice([8, 16, 32, 64], 2000) * self.RANK_BYTES
+        need = rng.integers(self.TOKENS // 4, self.TOKENS, requests) * self.KV_BYTES
+        steps = rng.integers(50, 400, requests)
+        rate = self.load * self.MEMORY / (need.mean() * steps.mean())
+        arrives = np.cumsum(rng.exponential(1 / rate, requests))
+        resident: dict[int, int] = {}  # users of each adapter; least recently used first
+        running: list[tuple[float, int]] = []
+        kv = held = now = hits = waited = area = 0.0
+        for i, name in enumerate(names):
+            begin = now = max(now, arrives[i])
+            while True:
+                for done, other in [one for one in running if one[0] <= now]:
+                    running.remove((done, other))
+                    kv, resident[names[other]] = kv - need[other], resident[names[other]] - 1
+                more = 0.0 if name in resident else size[name]
+                room = (1 - self.own) * self.MEMORY - kv - need[i]
+                spare = self.own * self.MEMORY if self.own else room
+                idle = [other for other, users in resident.items() if not users and other != name]
+                while held + more > spare and idle:
+                    held -= size[idle[0]]
+                    del resident[idle.pop(0)]
+                if room >= 0 and held + more <= spare:
+                    break
+                now = min(done for done, _ in running)
+            hits, waited, held, kv = hits + (name in resident), waited + (now > begin), held + more, kv + need[i]
+            resident[name] = resident.pop(name, 0) + 1
+            running.append((now + steps[i], i))
+            area += steps[i]
+        return {"there": hits / requests, "at a time": area / now, "waited": waited / requests}
+
+
+def traces() -> list[dict[str, Any]]:
+    """Adapters that are there when a request needs them, by load and by how memory is divided."""
+    rows = []
+    for load in (0.3, 0.6, 0.9):
+        for own in (0.0, 0.05, 0.1, 0.2):
+            row = {"load": load, "own": own, **Trace(load, own).run()}
+            rows.append(row)
+            name = f"{own:.0%} of the memory for adapters" if own else "one pool with the KV cache"
+            print(
+                f"load {load:.0%}: {name:30} {row['there']:.1%} are there, {row['at a time']:.0f} requests at a time, "
+                f"{row['waited']:.1%} waited",
+                flush=True,
+            )
+    return rows
+
+
+def random_batch(rows: int, length: int, vocab: int) -> Any:
+    """Batch of random tokens, all of them targets."""
+    from jaxllm.data import Batch
+
+    tokens = np.random.default_rng(0).integers(0, vocab, (rows, length + 1)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)).copy()
+    return Batch(tokens[:, :-1], tokens[:, 1:], np.ones((rows, length), np.int32), positions)
 
 
 def compiled(topology: Any, batch: int, context: int, slots: int, rank: int, tiny: bool) -> dict[str, Any]:
@@ -158,14 +289,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--ranks", default="8,16")
+    parser.add_argument("--ranks", default="4,8,16")
     parser.add_argument("--counts", default="1,8,16,32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--train-tokens", type=int, default=128, help="tokens of each of four rows of a step; 0: no steps"
+    )
     parser.add_argument("--on", default="", help="compile for these instead of measuring here")
     parser.add_argument("--slots", default="0,8,32")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
+    parser.add_argument("--traces", action="store_true", help="count adapters that are there in drawn traces")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
@@ -181,10 +316,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{row['temporaries'] / 1e6:.0f} MB of temporaries",
                 flush=True,
             )
-    if not options.on:
+    if options.traces:
+        rows += traces()
+    elif not options.on:
         counts = [int(count) for count in options.counts.split(",")]
         for rank in map(int, options.ranks.split(",")):
             rows += measure(options.model, options.batch, options.tokens, rank, counts, options.rounds)
+        if options.train_tokens:
+            ranks = [int(rank) for rank in options.ranks.split(",")]
+            rows += train_steps(4, options.train_tokens, ranks, options.rounds)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0

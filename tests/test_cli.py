@@ -84,7 +84,7 @@ def test_serve_accepts_deprecated_options(monkeypatch, capsys):
         seen.append(fields)
         return EngineConfig(**fields)
 
-    monkeypatch.setattr("jaxllm.serve.serve", lambda config, factory, **fields: None)
+    monkeypatch.setattr("jaxllm.serve.multihost_server.serve", lambda config, factory, **fields: None)
     monkeypatch.setattr("jaxllm.infer.engine_config.EngineConfig", make)
     assert run("serve", "x", "--port", "0", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
     assert capsys.readouterr().err == ""
@@ -281,6 +281,39 @@ def test_generate_writes_the_prompt_and_goes_on(finished, capsys):
     assert texts[0] == texts[1] != texts[2]
     assert run("generate", model, "--prompt", "the cat", "--max-tokens", "24", "--temperature", "0") == 0
     assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_generate_answers_a_batch(finished, tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "tiny", "prompt": "the", **more},
+        }
+        for name, more in (("a", {"max_tokens": 3}), ("b", {"max_tokens": 5}), ("c", {"colour": "red"}))
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    command = ("generate", finished / "runs" / "tiny", "--batch", source, "--out", out, "--max-sequences", "2")
+    assert run(*command) == 1
+    said = capsys.readouterr().err
+    assert "2 of 3 requests answered" in said
+    assert "1 requests failed" in said
+    found = [json.loads(row) for row in out.read_text().splitlines()]
+    assert [(row["custom_id"], row["response"]["body"]["usage"]["completion_tokens"]) for row in found] == [
+        ("a", 3), ("b", 5),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "out.errors.jsonl").read_text())["response"]["status_code"] == 400
+    for options, words in (
+        ((), "exists"),
+        (("--temperature", "0"), "--temperature is for --prompt"),
+        (("--prompt", "x"), "give --prompt TEXT, or --batch FILE"),
+    ):
+        assert run(*command, *options) == 2
+        assert words in capsys.readouterr().err
+    assert run("generate", finished / "runs" / "tiny", "--prompt", "x", "--max-len", "9") == 2
+    assert "--max-len is for --batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

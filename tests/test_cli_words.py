@@ -141,3 +141,19 @@ def test_data_of_less_than_a_batch_is_named_before_anything_is_compiled(tmp_path
     assert "is too short to learn from" in repetition_warnings(data.train, 1)[0]
     with pytest.raises(DataError, match="the text is too short for 'bpe:2048'"):
         train_bpe(["ten tokens"], 2048, where="ten.txt")
+
+
+def test_a_longer_run_is_refused_with_the_way_to_train_longer(tmp_path):
+    import dataclasses
+
+    from jaxllm.config import to_dict
+    from jaxllm.train import ResumeError
+    from jaxllm.train.recovery.resume import check_resumable
+
+    config = quickstart()
+    meta = {"config": to_dict(config)}
+    for steps, longer in ((config.steps + 8, True), (config.steps - 8, False)):
+        with pytest.raises(ResumeError, match=f"steps: {config.steps} -> {steps}") as caught:
+            check_resumable(meta, dataclasses.replace(config, steps=steps), tmp_path)
+        assert (f"--init-from {tmp_path} --steps N" in str(caught.value)) == longer
+    check_resumable(meta, config, tmp_path)

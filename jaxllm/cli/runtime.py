@@ -29,6 +29,13 @@ def processes(config: DistributedConfig | None = None) -> Iterator[ProcessGroup]
         yield group
 
 
+def is_first_process() -> bool:
+    """Whether this process is the first of its distributed job, or the only one."""
+    from jaxllm.parallel.cluster_environment import detect, tpu_metadata
+
+    return detect(os.environ, tpu_metadata).rank == 0
+
+
 def use_compilation_cache() -> None:
     """Enables JAX's persistent compilation cache, unless the user has configured its directory."""
     import jax

@@ -51,8 +51,9 @@ class EngineConfig:
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
             none, and programs are those of an engine that knows no adapters.
         adapter_rank: largest rank of an adapter.
-        adapter_pages: pages of ``PAGE_RANKS`` (16) ranks in the pool of adapters; None: as many as all slots take with
-            the largest rank.
+        adapter_page_ranks: ranks of a page of the pool of adapters, to which an adapter's rank is rounded up. 16 is the
+            least for the kernel of GPUs; on a CPU, the rank of the adapters costs least.
+        adapter_pages: pages of the pool of adapters; None: as many as all slots take with the largest rank.
     """
 
     max_sequences: int = 16
@@ -74,6 +75,7 @@ class EngineConfig:
     verify_tokens: int = 0
     adapter_slots: int = 0
     adapter_rank: int = 64
+    adapter_page_ranks: int = 16
     adapter_pages: int | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +129,8 @@ class EngineConfig:
             raise ValueError(f"engine: adapter_slots = {self.adapter_slots}; give 0 (no adapters) or more.")
         if not 1 <= self.adapter_rank <= 256:
             raise ValueError(f"engine: adapter_rank = {self.adapter_rank}; give the largest rank served, 1 to 256.")
+        if not 1 <= self.adapter_page_ranks <= 256:
+            raise ValueError(f"engine: adapter_page_ranks = {self.adapter_page_ranks}; give 1 to 256, such as 16.")
         if self.adapter_pages is not None and (not self.adapter_slots or self.adapter_pages < self.adapter_columns):
             raise ValueError(
                 f"engine: adapter_pages = {self.adapter_pages} with adapter_slots = {self.adapter_slots}; give slots, "
@@ -136,7 +140,7 @@ class EngineConfig:
     @property
     def adapter_columns(self) -> int:
         """Pages that an adapter of the largest rank takes."""
-        return -(-self.adapter_rank // 16)
+        return -(-self.adapter_rank // self.adapter_page_ranks)
 
     @property
     def pages_of_adapters(self) -> int:

@@ -50,10 +50,11 @@ class LinearShape:
 
     Attributes:
         stack: leading dimensions that it is stacked over (layers).
-        shape: ``[*in, *out]`` without them.
+        shape: ``[*in, *out]`` without them; the matrices of experts have their number first.
         axes: logical axes of ``shape``.
         contract: number of dimensions in ``*in``.
         dtype: of the parameter.
+        lead: number of dimensions before ``*in``: 1 for the matrices of experts, else 0.
     """
 
     stack: tuple[int, ...]
@@ -61,6 +62,17 @@ class LinearShape:
     axes: sharding.LogicalAxes
     contract: int
     dtype: Any
+    lead: int = 0
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Sizes of ``*in``."""
+        return self.shape[self.lead : self.lead + self.contract]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Sizes of ``*out``."""
+        return self.shape[self.lead + self.contract :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,17 +140,23 @@ class Functional:
         """Role of every parameter (``jaxllm.models.params.Role``), in the same tree."""
         return jax.tree.map(lambda leaf: role_of(leaf.param), self.declared())
 
-    def linears(self) -> dict[str, LinearShape]:
-        """Every ``Linear`` of a block by the path of its parameter ("segments/0/0/attention/q"), without experts'."""
+    def linears(self, *, experts: bool = False) -> dict[str, LinearShape]:
+        """Every ``Linear`` of a block by the path of its parameter ("segments/0/0/attention/q").
+
+        Args:
+            experts: with the matrices of experts, which are multiplied in groups.
+        """
         found: dict[str, LinearShape] = {}
         for s, group in enumerate(self._modules["segments"]):
             for b, (graphdef, state) in enumerate(group):
                 block = nnx.merge(graphdef, state)
-                for path in self._modules["linears"][s][b]:
+                for path in linear_paths(block, experts=True) if experts else self._modules["linears"][s][b]:
                     one = functools.reduce(getattr, path, block)
                     meta, value = one.get_metadata(), one.get_value()
                     stack, name = (self.config.segments[s][1],), "/".join(("segments", str(s), str(b), *path))
-                    found[name] = LinearShape(stack, value.shape, meta["logical_axes"], meta["contract"], value.dtype)
+                    axes, contract = meta["logical_axes"], meta["contract"]
+                    lead = int("experts" in axes)
+                    found[name] = LinearShape(stack, value.shape, axes, contract, value.dtype, lead)
         return found
 
     def map_matrices(self, params: Params, fn: Callable[[str, Any, int], Any]) -> Params:

@@ -152,17 +152,18 @@ def project_many(
     return found
 
 
-def linear_paths(module: nnx.Module) -> tuple[tuple[str, ...], ...]:
+def linear_paths(module: nnx.Module, *, experts: bool = False) -> tuple[tuple[str, ...], ...]:
     """Paths of the ``Linear``s of a module that multiply activations by themselves, in the order of declaration.
 
-    Without the matrices of experts, which are multiplied in groups.
+    Args:
+        experts: with the matrices of experts, which are multiplied in groups.
     """
     found: list[tuple[str, ...]] = []
     for name, value in vars(module).items():
-        if isinstance(value, Linear) and "experts" not in value.get_metadata()["logical_axes"]:
+        if isinstance(value, Linear) and (experts or "experts" not in value.get_metadata()["logical_axes"]):
             found.append((name,))
         elif isinstance(value, nnx.Module):
-            found += [(name, *path) for path in linear_paths(value)]
+            found += [(name, *path) for path in linear_paths(value, experts=experts)]
     return tuple(found)
 
 

@@ -88,6 +88,10 @@ class PackedWeight:
         )
         return replace(self, values=values, scales=scales)
 
+    def array_axes(self, axes: LogicalAxes) -> list[LogicalAxes]:
+        """Logical axes of values and scales of a weight with these."""
+        return [axes, self.format.scale_axes(axes)]
+
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Dequantised weight."""
         unpack = functools.partial(self.format.unpack, dtype=dtype)
@@ -124,8 +128,8 @@ class PackedWeight:
 
 
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:
-    """Logical axes of the arrays that a weight with these consists of: itself, or packed values and scales."""
-    return [axes, weight.format.scale_axes(axes)] if is_packed(weight) else [axes]
+    """Logical axes of the arrays that a weight with these consists of: itself, or packed values and scales, or more."""
+    return weight.array_axes(axes) if hasattr(weight, "array_axes") else [axes]
 
 
 def is_packed(x: Any) -> bool:

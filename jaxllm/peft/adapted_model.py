@@ -40,10 +40,17 @@ def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
     method = ADAPTER_METHODS[config.kind]
     check_fields(config, method)
     own: dict[str, Any] = {}
+    made = base if method.architecture is None else functional(method.architecture(config, base.config), base.rules)
     if (declare := method.declare) is not None:
-        found = targeted(base, config.targets)
+        linears, found = base.linears(experts=True), targeted(base, config.targets)
         chosen = [path for path in found if not set(path.split("/")) & set(method.not_adapted)]
-        linears = base.linears()
+        if of_experts := [path for path in chosen if linears[path].lead and not method.experts]:
+            able = ", ".join(name for name, one in ADAPTER_METHODS.items() if one.experts)
+            raise ConfigError(
+                f"adapter.targets = {','.join(config.targets)} match the matrices of experts ({of_experts[0]}), which "
+                f"{config.kind} does not adapt. Give targets beside them, such as attention, or a method that adapts "
+                f"experts: {able}."
+            )
 
         def adapt(declared: Params) -> Params:
             def one(path: tuple, leaf: DeclaredParam) -> Any:
@@ -53,13 +60,11 @@ def adapted_model(base: Functional, config: AdapterConfig) -> Functional:
             return jax.tree.map_with_path(one, declared, is_leaf=is_declared)
 
         own["adapt"] = adapt
-    if method.architecture is not None:
-        base = functional(method.architecture(config, base.config), base.rules)
     if method.text_context is not None:
         own["text_context"] = own["training_context"] = method.text_context(config)
     if method.context is not None:
         own["training_context"] = method.context(config)
-    return replace(base, **own)
+    return replace(made, **own)
 
 
 def check_fields(config: AdapterConfig, method: AdapterMethod) -> None:
@@ -73,12 +78,13 @@ def check_fields(config: AdapterConfig, method: AdapterMethod) -> None:
 
 
 def targeted(base: Functional, targets: Sequence[str]) -> list[str]:
-    """Paths of the ``Linear``s that targets match, see ``AdapterConfig.targets``.
+    """Paths of the ``Linear``s that targets match, see ``AdapterConfig.targets``; with the matrices of experts.
 
     Raises:
         ConfigError: a target matches none.
     """
-    paths = list(base.linears())
+    paths = list(base.linears(experts=True))
+    others = [path for path in _by_path(base.abstract()) if path.startswith(("head/", "embedding/"))]
 
     def matches(target: str, path: str) -> bool:
         names = [path, *(name for name in path.split("/")[2:] if not name.isdecimal())]
@@ -86,6 +92,12 @@ def targeted(base: Functional, targets: Sequence[str]) -> list[str]:
 
     for target in targets:
         if not any(matches(target, path) for path in paths):
+            if target in ("lm_head", "head", "embedding") or any(matches(target, path) for path in others):
+                raise ConfigError(
+                    f"adapter.targets: {target!r} is no matmul of a block: the output matrix and the embedding have "
+                    "no adapters. Train them whole, and save them with the adapter, by their names in trainable: "
+                    f"{', '.join(path for path in others if 'norm' not in path)}."
+                )
             names = sorted({name for path in paths for name in path.split("/")[2:] if not name.isdecimal()})
             raise ConfigError(
                 f"adapter.targets: {target!r} matches no matmul of a block.{closest(target, names)} Legal: a name "
@@ -108,7 +120,7 @@ def start_params(
     """
     abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
     there, given, grads = _by_path(abstract), _by_path(base), _by_path(gradients)
-    linears, method = model.linears(), ADAPTER_METHODS[config.kind]
+    linears, method = model.linears(experts=True), ADAPTER_METHODS[config.kind]
     key = jax.random.key(seed)
 
     def one(path: tuple, node: Any) -> Any:
@@ -167,7 +179,7 @@ def merge_adapters(model: Functional, params: Params) -> Params:
 
     Run it under the mesh of the parameters.
     """
-    linears = model.linears()
+    linears = model.linears(experts=True)
 
     def one(path: tuple, node: Any) -> Any:
         return merged_weight(node, len(linears[_name(path)].stack)) if _is_adapted(node) else node

@@ -78,6 +78,11 @@ def check_adapter(adapter: Adapter, model: Functional) -> None:
         )
     linears = model.linears()
     for path, one in adapter.factors.items():
+        if path not in linears and path in model.linears(experts=True):
+            raise AdapterError(
+                f"the adapter has factors for the matrices of experts ({path}), which are used by merging them into "
+                "the model: load the run, or jaxllm convert RUN OUT --merge."
+            )
         if path not in linears:
             raise AdapterError(f"the adapter has factors for {path}, which this model lacks.{closest(path, linears)}")
         shape = linears[path]
@@ -96,8 +101,8 @@ def check_adapter(adapter: Adapter, model: Functional) -> None:
 
 def factor_shapes(shape: LinearShape, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the factors ``a`` and ``b`` of a ``Linear``, with its leading dimensions."""
-    inputs, outputs = shape.shape[: shape.contract], shape.shape[shape.contract :]
-    return (*shape.stack, *inputs, rank), (*shape.stack, rank, *outputs)
+    lead = (*shape.stack, *shape.shape[: shape.lead])
+    return (*lead, *shape.inputs, rank), (*lead, rank, *shape.outputs)
 
 
 def adapted_params(model: Functional, params: Params, adapter: Adapter) -> Params:

@@ -96,6 +96,7 @@ class AdapterMethod:
         architecture: ``(config, base) -> adapted``: architecture of the adapted model; None: the base's.
         start_rest: ``(config, params) -> params``: gives parameters that the base lacks their values before training,
             after they were drawn as they are declared; run under the mesh.
+        experts: whether it adapts the matrices of experts.
         not_adapted: names on the paths of targets that ``declare`` leaves as they are.
         fields: fields of the configuration that it follows.
     """
@@ -109,6 +110,7 @@ class AdapterMethod:
     text_context: Callable[[AdapterConfig], Callable[..., Any]] | None = None
     architecture: Callable[[AdapterConfig, DecoderConfig], DecoderConfig] | None = None
     start_rest: Callable[[AdapterConfig, Params], Params] = lambda config, params: params
+    experts: bool = False
     not_adapted: tuple[str, ...] = ()
     fields: tuple[str, ...] = ("rank", "alpha", "targets")
 
@@ -123,15 +125,17 @@ def declare_factors(config: AdapterConfig, linear: LinearShape, scale: float) ->
 
     The variance is that of PEFT, which draws uniformly from ``+-1 / sqrt(inputs)``.
     """
-    inputs, outputs = linear.shape[: linear.contract], linear.shape[linear.contract :]
-    of_a, of_b = factor_axes(linear.axes, linear.contract)
+    inputs, outputs, lead = linear.inputs, linear.outputs, linear.shape[: linear.lead]
+    of_a, of_b = factor_axes(linear.axes, linear.lead + linear.contract, linear.lead)
     std = 1 / math.sqrt(3 * math.prod(inputs))
 
     def factor(shape: tuple[int, ...], axes: Any, std: float) -> DeclaredParam:
         role: Role = "adapter"
         return DeclaredParam(declare(nnx.Param, shape, axes, linear.dtype, role, std=std), linear.stack)
 
-    return LowRank(factor((*inputs, config.rank), of_a, std), factor((config.rank, *outputs), of_b, 0.0), scale)
+    return LowRank(
+        factor((*lead, *inputs, config.rank), of_a, std), factor((*lead, config.rank, *outputs), of_b, 0.0), scale
+    )
 
 
 def is_declared(node: Any) -> bool:

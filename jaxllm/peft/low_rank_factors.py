@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.models.linear import dense, gather, matmul_by_expert, project
 from jaxllm.models.operand_specs import without_reduced
-from jaxllm.models.packed_weight import is_packed
+from jaxllm.models.packed_weight import axes_of_arrays, is_packed
 from jaxllm.models.params import gathered
 from pallas_kernels.grouped_matmul import grouped_matmul
 from sharding import LogicalAxes
@@ -114,6 +114,12 @@ class LoraWeight:
         """The base and the factors for use, see ``jaxllm.models.linear.gather``."""
         base = gather(self.base, dtype, axes, unreduced_grad)
         return LoraWeight(base, self.low_rank.gather(dtype, axes, unreduced_grad))
+
+    def array_axes(self, axes: LogicalAxes) -> list[LogicalAxes]:
+        """Logical axes of the arrays of base and factors; ``axes`` are those of the dense weight of experts."""
+        lead = self.low_rank.a.ndim + self.low_rank.b.ndim - 2 - len(axes)
+        of_a, of_b = factor_axes(axes, self.low_rank.a.ndim - 1, lead)
+        return [*axes_of_arrays(self.base, axes), of_a, of_b]
 
     def dense(self, dtype: jnp.dtype) -> Float[Array, "..."]:
         """Merged weight: the base plus the scaled product of the factors."""

@@ -144,6 +144,12 @@ def write_peft(folder: Path | str, adapter: Adapter, model: Functional, source: 
         tensors = {virtual_token_files.TENSOR: virtual_token_files.tensor_of(adapter, model)}
         return _write(Path(folder), adapter, config, tensors)
     modules, layout = peft_modules(model, source)
+    written_here = {part.path for module in modules.values() for part in module.tensor.parts}
+    if left_out := sorted(adapter.factors.keys() - written_here):
+        raise AdapterError(
+            f"the adapter has factors for {left_out[0]}, for which a file of peft has no module here; merge it into "
+            "the model instead (jaxllm convert RUN OUT --merge)."
+        )
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}

@@ -16,7 +16,7 @@ import dataclasses
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
 from typing import Any
@@ -36,7 +36,7 @@ from jaxllm.serve.api.embeddings import embed
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
 from jaxllm.serve.api.logprobs import display_text, token_bytes
-from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request, with_model_sampling
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -47,12 +47,15 @@ from jaxllm.serve.api.request_schemas import (
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.batches.batch_routes import add_batch_routes
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_routes import add_message_routes
 from jaxllm.serve.middleware import RequestMiddleware, error_response
 from jaxllm.serve.responses.response_routes import add_response_routes
+from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
 _CONTENT_SECURITY_POLICY = (
@@ -79,22 +82,35 @@ class ApiService:
         start: progress of loading the model and of compiling its programs, for ``/ready``.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
+        when_open, when_closing: what routes do once the engine is ready, and before it is closed.
     """
 
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
         self.efforts = dict(config.efforts)
-        self.metrics = ServerMetrics(self.name)
+        self.metrics = ServerMetrics(self.name, config.metrics_names)
         self.dispatcher: RequestDispatcher | None = None
         self.start = StartProgress()
         self.draining = False
         self.failure: str | None = None
+        self.when_open: list[Callable[[], Awaitable[None]]] = []
+        self.when_closing: list[Callable[[], Awaitable[None]]] = []
         self._began = int(time.time())
 
     def open_for(self, backend: Backend) -> None:
         """Makes the server ready: from now on requests go to ``backend``."""
         self.metrics.attach(backend)
         self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
+
+    async def open_routes(self) -> None:
+        """Lets routes do what needs the engine; call it after ``open_for``."""
+        for opened in self.when_open:
+            await opened()
+
+    async def close_routes(self) -> None:
+        """Lets routes end what needs the engine, before it is closed."""
+        for closed in self.when_closing:
+            await closed()
 
     def ready(self) -> RequestDispatcher:
         """The dispatcher of a ready server.
@@ -187,7 +203,6 @@ class ApiService:
             "created": int(time.time()),
             "model": body.model or self.name,
         }
-        body = with_model_sampling(body, dispatcher.backend.sampling)
         # In a thread: rendering and tokenizing a long prompt would block the event loop.
         handler = await asyncio.to_thread(kind, dispatcher, body, head, record)
         handler.jobs = [dataclasses.replace(job, adapter=adapter, effort=effort) for job in handler.jobs]
@@ -199,6 +214,7 @@ class ApiService:
 
     async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
         """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        request.scope["jaxllm.request"] = body
         handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
         release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:
@@ -220,13 +236,16 @@ def create_app(
     service = app.state.service = ApiService(config)
     _add_error_handlers(app)
     _add_inference_routes(app, service)
-    add_response_routes(app, service)
+    add_batch_routes(app, service, add_response_routes(app, service))
     add_message_routes(app, service)
+    add_scoring_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:
         add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TracingMiddleware, provider=make_provider(config.otlp_traces_endpoint))
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -253,7 +272,7 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_base(body.model)
-        record = request.scope["jaxllm.record"]
+        record, request.scope["jaxllm.request"] = request.scope["jaxllm.record"], body
         record["user"] = body.user
         prompts = await asyncio.to_thread(
             encode_prompts, dispatcher.backend.tokenizer, body.input, "input",
@@ -387,9 +406,12 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes.pop(foreign, None)
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
         names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
-        shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
+        for request in ("EmbeddingRequest", "ScoreRequest", "RerankRequest", "PoolingRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name]}
         for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
+        if service.config.batch_dir is not None:
+            shapes["Body_upload_file_v1_files_post"]["additionalProperties"] = False
         for request in ("TokenizeRequest", "DetokenizeRequest"):
             shapes[request]["properties"]["model"] = {"enum": [*names, None]}
         (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
@@ -404,6 +426,7 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
 def _bound_by_backend(shapes: dict[str, Any], backend: Backend) -> None:
     """Bounds of fields that the model and its engine set."""
     _bound_tokens(shapes, backend.tokenizer.vocab_size)
+    shapes["MessageRequest"]["properties"]["max_tokens"]["maximum"] = backend.max_len - 1
     known = {("EmbeddingRequest", "dimensions"): [backend.embedding_dim, None]}
     if not backend.supports_priority:
         prioritised = (request for request in GENERATING if "priority" in shapes[request]["properties"])

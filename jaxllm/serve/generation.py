@@ -126,8 +126,7 @@ class RequestDispatcher:
             try:
                 self.backend.check(job.prompt, job.params)
             except (ValueError, ImportError) as error:
-                param = job.grammar_field if str(error).startswith("grammar") else None
-                raise ApiError(400, str(error), param=param) from None
+                raise ApiError(400, str(error), param=_field_of(str(error), job, prompt_field)) from None
 
     def check_effort(self, jobs: Sequence[GenerationJob]) -> None:
         """Checks jobs of an effort policy before admission.
@@ -219,6 +218,8 @@ class RequestDispatcher:
             raise ApiError(400, str(error)) from None
         finally:
             timer.close()
+            if timer.first_token is not None:
+                record["first_token_seconds"] = round(timer.first_token, 6)
             record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=timer.ended)
 
     async def _one(self, job: GenerationJob, usage: Usage) -> AsyncGenerator[tuple[int, OutputDelta], None]:
@@ -265,3 +266,12 @@ class RequestDispatcher:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _field_of(message: str, job: GenerationJob, prompt_field: str) -> str | None:
+    """Request field that the engine's error begins with, where it begins with a parameter."""
+    word = message.replace(":", " ").split(" ")[0]
+    known = {"grammar": job.grammar_field, "stop_ids": "stop_token_ids", "allowed_tokens": "allowed_token_ids"}
+    if message.startswith("a prompt"):
+        return prompt_field
+    return known.get(word, word if word in SamplingParams.__dataclass_fields__ else None)

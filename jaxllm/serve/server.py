@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import threading
@@ -18,38 +19,24 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.infer.async_engine import AsyncEngine
-from jaxllm.infer.embedder import Embedder
+from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.llm import LLM
+from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.start_progress import StartProgress
-from jaxllm.serve.api.errors import ApiError, dumps
+from jaxllm.parallel.distributed import DistributedError
 from jaxllm.serve.app import ApiService, create_app
 from jaxllm.serve.backend import Backend, EngineBackend
 from jaxllm.serve.config import ServeConfig
+from jaxllm.serve.http_connection import HttpConnection
 from jaxllm.serve.listening import BACKLOG, listen, url_of
+from jaxllm.serve.scoring.text_scorer import EmbeddingScorer, RewardScorer, TextScorer, reward_token_of
 
 LOADING = "jaxllm load"
 """Name of the thread that loads the model."""
 BackendFactory = Callable[[], AbstractAsyncContextManager[Backend]]
 """Context manager that loads the model and runs its engine while it is open."""
-
-
-class HttpConnection(H11Protocol):
-    """HTTP/1.1 connection of uvicorn with errors in OpenAI's shape, and its transport in the request's state."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Stores the transport, so that a stream can abort a connection whose client does not read."""
-        super().connection_made(transport)
-        self.app_state = {**self.app_state, "transport": transport}
-
-    def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are not HTTP with an API error, and closes the connection."""
-        body = dumps(ApiError(400, msg).body()).encode()
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
-        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -131,9 +118,13 @@ class Server(uvicorn.Server):
         try:
             async with self._factory() as backend:
                 self.service.open_for(backend)
-                if self._on_ready is not None:
-                    self._on_ready(await self._url())
-                await stop.wait()
+                try:
+                    await self.service.open_routes()
+                    if self._on_ready is not None:
+                        self._on_ready(await self._url())
+                    await stop.wait()
+                finally:
+                    await self.service.close_routes()
         except asyncio.CancelledError:
             return
         except BaseException as error:
@@ -147,8 +138,11 @@ class Server(uvicorn.Server):
         return url_of(self.servers[0].sockets[0].getsockname())
 
 
-def backend_factory(load: Callable[[], LLM]) -> BackendFactory:
-    """Factory of a backend over an ``LLM``; ``load`` runs in a thread, so that the server answers meanwhile."""
+def backend_factory(load: Callable[[], LLM], pooling: Pooling | None = None) -> BackendFactory:
+    """Factory of a backend over an ``LLM``; ``load`` runs in a thread, so that the server answers meanwhile.
+
+    ``pooling`` says that it is an embedding model, and how it pools hidden states; None: it is none.
+    """
 
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[Backend]:
@@ -156,9 +150,24 @@ def backend_factory(load: Callable[[], LLM]) -> BackendFactory:
         loaded = llm.loaded
         embedder = Embedder(loaded.model, loaded.params, llm.engine.max_len, loaded.mesh)
         async with AsyncEngine(llm.engine) as engine:
-            yield EngineBackend(engine, loaded.template, embedder, loaded.sampling)
+            yield EngineBackend(engine, loaded.template, embedder, loaded.sampling, text_scorer(llm, embedder, pooling))
 
     return opened
+
+
+def text_scorer(llm: LLM, embedder: Embedder, pooling: Pooling | None) -> TextScorer | None:
+    """Scorer of a model: of an embedding model if it is said to be one, or of a reward model; None for others."""
+    loaded, most = llm.loaded, llm.engine.max_len
+    if spans_processes(llm.engine.runner.mesh):
+        if pooling is not None:
+            raise DistributedError("several processes serve completions, and no pooled hidden states: use one process.")
+        return None
+    if pooling is not None:
+        return EmbeddingScorer(loaded.tokenizer, functools.partial(embedder, pooling=pooling), most)
+    if (token := reward_token_of(loaded.meta)) is not None:
+        reward = functools.partial(embedder.reward, token=token)
+        return RewardScorer(loaded.tokenizer, loaded.template, reward, most)
+    return None
 
 
 async def _in_thread(load: Callable[[], LLM]) -> LLM:

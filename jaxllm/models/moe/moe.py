@@ -140,7 +140,7 @@ class Experts(nnx.Module):
             "down_bias": ("experts", None),
         }
 
-        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays
+        flat, tree = jax.tree.flatten(arrays)  # a packed matrix is two arrays, one with an adapter three
         parts = [axes for name in sorted(arrays) for axes in axes_of_arrays(arrays[name], specs[name])]
 
         def local(x: Array, experts: Array, weights: Array, *flat: Array) -> tuple[Array, Array]:

@@ -125,6 +125,7 @@ def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) ->
 
 LONGLORA = AdapterMethod(
     _declare,
+    experts=True,
     trained=("adapter", "embedding/table", "*norm*"),
     context=lambda config: functools.partial(ShiftedGroups, group=config.group),
     fields=("rank", "alpha", "targets", "group"),

@@ -12,4 +12,4 @@ def declare_lora(config: AdapterConfig, base: DeclaredParam, linear: LinearShape
     return LoraWeight(base, declare_factors(config, linear, lora_scale(config)))
 
 
-LORA = AdapterMethod(declare_lora)
+LORA = AdapterMethod(declare_lora, experts=True)

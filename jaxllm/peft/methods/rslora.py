@@ -13,4 +13,4 @@ def _declare(config: AdapterConfig, base: DeclaredParam, linear: LinearShape) ->
     return LoraWeight(base, declare_factors(config, linear, config.alpha / math.sqrt(config.rank)))
 
 
-RSLORA = AdapterMethod(_declare)
+RSLORA = AdapterMethod(_declare, experts=True)

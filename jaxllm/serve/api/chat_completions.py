@@ -21,6 +21,7 @@ from jaxllm.serve.api.prompt_encoding import (
     special_ids,
     template_variables,
     truncated,
+    with_model_sampling,
 )
 from jaxllm.serve.api.request_schemas import ChatRequest
 from jaxllm.serve.generation import GenerationJob, RequestDispatcher, Usage
@@ -42,6 +43,7 @@ class ChatCompletionHandler:
     """
 
     def __init__(self, dispatcher: RequestDispatcher, body: ChatRequest, head: dict[str, Any], record: dict[str, Any]):
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         self._dispatcher, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
         job, options = _job(dispatcher, body, record)
@@ -155,6 +157,21 @@ def _message(found: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": None if "tool_calls" in found else "", "refusal": None, **found}
 
 
+def chat_prompt(chat_format: ChatFormat, body: ChatRequest, choice: ToolChoice) -> tuple[str, list[int]]:
+    """(text, token ids) of the prompt of a chat completion.
+
+    Raises:
+        ApiError: the chat template refuses the conversation, or the vocabulary cannot spell it.
+    """
+    rendered = render_chat(
+        chat_format, body.messages, variables=template_variables(body, chat_format), tools=choice.tools,
+        generation_prompt=body.add_generation_prompt is not False, parse_special=body.parse_special is True,
+        continue_final=body.continue_final_message is True,
+    )  # fmt: skip
+    tokenizer = chat_format.backend.tokenizer
+    return rendered.text, encode_chat(tokenizer, rendered, add_special_tokens=body.add_special_tokens is True)
+
+
 def _job(
     dispatcher: RequestDispatcher, body: ChatRequest, record: dict[str, Any]
 ) -> tuple[GenerationJob, ParserOptions]:
@@ -166,14 +183,8 @@ def _job(
         raise ApiError(400, message, param="continue_final_message")
     backend, chat_format = dispatcher.backend, dispatcher.chat_format
     choice = resolve_tool_choice(body, chat_format)
-    rendered = render_chat(
-        chat_format, body.messages, variables=template_variables(body, chat_format), tools=choice.tools,
-        generation_prompt=body.add_generation_prompt is not False, parse_special=body.parse_special is True,
-        continue_final=body.continue_final_message is True,
-    )  # fmt: skip
-    text = rendered.text
+    text, ids = chat_prompt(chat_format, body, choice)
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    ids = encode_chat(backend.tokenizer, rendered, add_special_tokens=body.add_special_tokens is True)
     ids = truncated(ids, body, backend, most or 1)
     room = remaining_tokens(backend, ids, "messages")
     top = (body.top_logprobs or 0) if body.logprobs else None

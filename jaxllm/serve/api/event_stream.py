@@ -16,6 +16,8 @@ from jaxllm.serve.api.sampling_fields import SamplingFields, StreamOptions
 from jaxllm.serve.generation import Usage
 
 T = TypeVar("T")
+MAX_REASON = 500
+"""Characters of an error's message in the log."""
 DONE = "data: [DONE]\n\n"
 
 
@@ -82,6 +84,14 @@ class StreamUsage:
         return {"usage": None} if self.at_end else {}
 
 
+def note_error(scope: Scope, error: ApiError) -> None:
+    """Writes the reason of an error to the request's log record."""
+    record = scope.get("jaxllm.record")
+    if record is not None:
+        record["error"] = error.message[:MAX_REASON]
+        record.update({name: value for name in ("param", "code") if (value := getattr(error, name)) is not None})
+
+
 def event(data: Any) -> str:
     """Text of one server-sent event with a JSON payload."""
     return f"data: {dumps(data)}\n\n"
@@ -105,7 +115,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await cancel_on_disconnect(receive, self._send(send))
+            await cancel_on_disconnect(receive, self._send(scope, send))
         except ClientDisconnected:
             # Closing gracefully would wait for the client to read the buffered bytes.
             if (transport := scope.get("state", {}).get("transport")) is not None:
@@ -113,13 +123,14 @@ class EventStream(Response):
         finally:
             self._ended()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._events) as events:
             try:
                 async for one in events:
                     await self._write(send, one)
             except ApiError as error:
+                note_error(scope, error)
                 await self._write(send, event(error.body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

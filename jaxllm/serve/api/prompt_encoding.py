@@ -295,15 +295,22 @@ def scheduling_of(body: SamplingFields, backend: Backend, record: Mapping[str, A
 
 
 def truncated(ids: list[int], body: SamplingFields, backend: Backend, max_tokens: int) -> list[int]:
-    """The last ``truncate_prompt_tokens`` tokens of a prompt, or all of a shorter one.
+    """The last ``truncate_prompt_tokens`` tokens of a prompt, or the first, by ``truncation_side``.
 
     The token that begins it is kept. -1 stands for as many as leave room for ``max_tokens`` in the context.
+
+    Raises:
+        ApiError: ``truncation_side`` without ``truncate_prompt_tokens``.
     """
     if (most := body.truncate_prompt_tokens) is None:
+        if body.truncation_side is not None:
+            raise ApiError(400, "truncation_side needs truncate_prompt_tokens.", param="truncation_side")
         return ids
     most = max(1, backend.max_len - max(1, max_tokens)) if most == -1 else most
     if len(ids) <= most:
         return ids
+    if body.truncation_side == "right":
+        return ids[:most]
     head = ids[:1] if backend.tokenizer.is_begun(ids) else []
     return head + ids[len(ids) - most + len(head) :]
 

@@ -8,12 +8,6 @@ from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.tools.tool_choice import ChatFormat
 
 
-def template_reads(chat_format: ChatFormat, variable: str) -> bool:
-    """Whether the model's chat template reads a variable."""
-    template = chat_format.backend.template
-    return template is not None and any(variable in text for text in template.sources.values())
-
-
 def reasoning_off(chat_format: ChatFormat, param: str) -> dict[str, Any]:
     """Template variables that turn reasoning off; none are needed for a model that marks no reasoning.
 
@@ -22,7 +16,7 @@ def reasoning_off(chat_format: ChatFormat, param: str) -> dict[str, Any]:
     """
     if not chat_format.has_reasoning:
         return {}
-    if not template_reads(chat_format, "enable_thinking"):
+    if not chat_format.template_reads("enable_thinking"):
         message = "this model always reasons: its chat template does not read enable_thinking; leave the field out."
         raise ApiError(400, message, param=param)
     return {"enable_thinking": False}
@@ -39,15 +33,16 @@ def require_reasoning(chat_format: ChatFormat, param: str) -> None:
 
 
 def reasoning_effort(chat_format: ChatFormat, effort: str, param: str) -> dict[str, Any]:
-    """Template variables for a reasoning effort: ``none`` turns it off, others need a template that reads them.
+    """Template variables for a reasoning effort: ``reasoning_effort``, or ``enable_thinking`` where it is all there is.
 
     Raises:
-        ApiError: the template knows no such thing; ``param`` is the request field.
+        ApiError: the template reads neither, so the effort would make no difference; ``param`` is the request field.
     """
-    if effort == "none":
+    if chat_format.template_reads("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    if effort in ("none", "minimal"):
         return reasoning_off(chat_format, param)
-    if not template_reads(chat_format, "reasoning_effort"):
-        raise ApiError(
-            400, 'this model\'s chat template does not read reasoning_effort; give "none" or null.', param=param
-        )
-    return {"reasoning_effort": effort}
+    if not chat_format.template_reads("enable_thinking"):
+        message = "this model's chat template reads neither reasoning_effort nor enable_thinking; give null."
+        raise ApiError(400, message, param=param)
+    return {"enable_thinking": True}

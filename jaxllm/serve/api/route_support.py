@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi import Request
@@ -17,6 +17,7 @@ from jaxllm.serve.generation import GenerationJob, RequestDispatcher
 _STATUS_TEXT = {
     400: "The request is invalid.", 401: "The API key is missing or wrong.", 404: "The model or path does not exist.",
     405: "The method is not supported.", 408: "The request took too long.", 413: "The body is too long.",
+    403: "The server does not do this.",
     429: "The queue is full.", 503: "The engine is not ready.",
 }  # fmt: skip
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -61,6 +62,8 @@ class RequestService(Protocol):
 
     config: ServeConfig
     name: str
+    when_open: list[Callable[[], Awaitable[None]]]
+    when_closing: list[Callable[[], Awaitable[None]]]
 
     def ready(self) -> RequestDispatcher:
         """The dispatcher of a ready server."""

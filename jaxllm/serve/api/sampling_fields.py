@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -100,6 +100,9 @@ class SamplingFields(RequestModel):
     )
     truncate_prompt_tokens: Truncation | None = Field(
         default=None, description="Keep the last tokens of a longer prompt: so many, or for -1 as many as fit."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="With truncate_prompt_tokens: the end that is cut off; left by default."
     )
     return_token_ids: bool | None = Field(
         default=None, description="The response has the token ids of the prompt and of each completion."

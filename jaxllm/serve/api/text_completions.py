@@ -18,6 +18,7 @@ from jaxllm.serve.api.prompt_encoding import (
     sampling_params,
     scheduling_of,
     truncated,
+    with_model_sampling,
 )
 from jaxllm.serve.api.request_schemas import CompletionRequest
 from jaxllm.serve.backend import Backend
@@ -52,6 +53,7 @@ class TextCompletionHandler:
         self, dispatcher: RequestDispatcher, body: CompletionRequest, head: dict[str, Any], record: dict[str, Any]
     ):
         check_streaming(body)
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         self._dispatcher, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
         backend = dispatcher.backend

@@ -9,6 +9,7 @@ from typing import Any
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.errors import ANTHROPIC_PATH, ApiError, dumps
+from jaxllm.serve.api.prompt_encoding import with_model_sampling
 from jaxllm.serve.generation import GenerationJob, RequestDispatcher
 from jaxllm.serve.messages.message_requests import MessageRequest
 from jaxllm.serve.messages.message_translation import CALL_PREFIX, chat_request
@@ -31,7 +32,8 @@ class MessageHandler:
     def __init__(
         self, dispatcher: RequestDispatcher, body: MessageRequest, head: dict[str, Any], record: dict[str, Any]
     ):
-        self._chat = ChatCompletionHandler(dispatcher, chat_request(body, dispatcher.chat_format), head, record)
+        chat = with_model_sampling(chat_request(body, dispatcher.chat_format), dispatcher.backend.sampling)
+        self._chat = ChatCompletionHandler(dispatcher, chat, head, record)
         self._id, self._model = head["id"].replace("-", "_"), head["model"]
         self._content: list[dict[str, Any]] = []
         self._arguments = ""

@@ -7,8 +7,8 @@ import asyncio
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from jaxllm.serve.api.chat_completions import chat_prompt
 from jaxllm.serve.api.errors import ApiError
-from jaxllm.serve.api.prompt_encoding import encode_chat, render_chat
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestService, errors, json_response
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.messages.message_handler import MessageHandler
@@ -53,7 +53,4 @@ def _check_version(request: Request) -> None:
 def _count(dispatcher: RequestDispatcher, body: ConversationFields) -> int:
     chat = chat_request(body, dispatcher.chat_format)
     choice = resolve_tool_choice(chat, dispatcher.chat_format)
-    text = render_chat(
-        dispatcher.chat_format, chat.messages, variables=chat.chat_template_kwargs, tools=choice.tools
-    )  # fmt: skip
-    return len(encode_chat(dispatcher.backend.tokenizer, text))
+    return len(chat_prompt(dispatcher.chat_format, chat, choice)[1])

@@ -28,13 +28,17 @@ CALL_PREFIX = "toolu_"
 def chat_request(body: ConversationFields, chat_format: ChatFormat) -> ChatRequest:
     """Chat-completion request that does what a request of the Messages API asks for.
 
+    Where the last message is the assistant's, the answer continues it.
+
     Raises:
-        ApiError: a field is not supported by this model, or the conversation ends with the assistant.
+        ApiError: a field is not supported by this model, or the conversation ends with a call.
     """
-    if isinstance(body.messages[-1], AssistantTurn):
-        message = "the last message is the assistant's, and answers cannot be continued here; end with the user's."
-        raise ApiError(400, message, param=f"messages[{len(body.messages) - 1}]")
     fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
+    if isinstance(body.messages[-1], AssistantTurn):
+        if "tool_calls" in fields["messages"][-1]:
+            message = "the last message calls tools; end with their results."
+            raise ApiError(400, message, param=f"messages[{len(body.messages) - 1}]")
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if body.tools:
         fields |= {"tools": [_tool(tool) for tool in body.tools], **_tool_choice(body)}
     elif body.tool_choice is not None and body.tool_choice.type not in ("auto", "none"):

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.errors import ApiError, dumps
+from jaxllm.serve.api.prompt_encoding import with_model_sampling
 from jaxllm.serve.generation import GenerationJob, RequestDispatcher
 from jaxllm.serve.responses.response_items import OutputItems, ResponseEvent
 from jaxllm.serve.responses.response_requests import ResponseRequest
@@ -171,9 +172,11 @@ def _fitted(
     """
 
     def handler(begin: int) -> ChatCompletionHandler:
-        request = chat_request(body, items[begin:], dispatcher.chat_format)
+        chat = chat_request(body, items[begin:], dispatcher.chat_format)
         try:
-            return ChatCompletionHandler(dispatcher, request, head, record)
+            return ChatCompletionHandler(
+                dispatcher, with_model_sampling(chat, dispatcher.backend.sampling), head, record
+            )
         except ApiError as error:
             error.param = "input" if error.param == "messages" else error.param
             raise

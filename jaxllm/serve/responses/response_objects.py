@@ -57,14 +57,14 @@ class OutputFunctionCall(ResponseModel):
 
 
 class InputTokenDetails(ResponseModel):
-    """Of the input's tokens: those of the prefix cache, and the others, which later requests may find there."""
+    """Input tokens of a response: those of the prefix cache, and the others, which later requests may find there."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokenDetails(ResponseModel):
-    """Of the output's tokens: those of reasoning, exact to the tokens of one step."""
+    """Output tokens of a response that are reasoning, exact to the tokens of one step."""
 
     reasoning_tokens: int
 

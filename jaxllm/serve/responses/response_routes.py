@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from fastapi import FastAPI, Path, Query, Request
 from starlette.responses import Response
 
+from jaxllm.serve.api.chat_completions import chat_prompt
 from jaxllm.serve.api.errors import ApiError
-from jaxllm.serve.api.prompt_encoding import encode_chat, render_chat
 from jaxllm.serve.api.route_support import EVENT_STREAM, RequestService, errors, json_response
 from jaxllm.serve.responses.response_handler import ResponseHandler, earlier_items
 from jaxllm.serve.responses.response_objects import DeletedResponse, InputItemList, InputTokenCount, ResponseObject
@@ -44,9 +44,8 @@ def add_response_routes(app: FastAPI, service: RequestService) -> ResponseStore:
         def count() -> int:
             items = (*earlier_items(store, body.previous_response_id, owner(request)), *input_items(body))
             chat = chat_request(body, items, dispatcher.chat_format)
-            tools = resolve_tool_choice(chat, dispatcher.chat_format).tools
-            text = render_chat(dispatcher.chat_format, chat.messages, variables=chat.chat_template_kwargs, tools=tools)
-            return len(encode_chat(dispatcher.backend.tokenizer, text))
+            choice = resolve_tool_choice(chat, dispatcher.chat_format)
+            return len(chat_prompt(dispatcher.chat_format, chat, choice)[1])
 
         return json_response({"object": "response.input_tokens", "input_tokens": await asyncio.to_thread(count)})
 
