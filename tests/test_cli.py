@@ -84,11 +84,11 @@ def test_serve_accepts_deprecated_options(monkeypatch, capsys):
         seen.append(fields)
         return EngineConfig(**fields)
 
-    monkeypatch.setattr("jaxllm.serve.serve", lambda config, factory: None)
-    monkeypatch.setattr("jaxllm.infer.EngineConfig", make)
-    assert run("serve", "x", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
+    monkeypatch.setattr("jaxllm.serve.multihost_server.serve", lambda config, factory, **fields: None)
+    monkeypatch.setattr("jaxllm.infer.engine_config.EngineConfig", make)
+    assert run("serve", "x", "--port", "0", "--max-sequences", "4", "--max-batched-tokens", "64") == 0
     assert capsys.readouterr().err == ""
-    assert run("serve", "x", "--sequences", "4", "--budget=64") == 0
+    assert run("serve", "x", "--port", "0", "--sequences", "4", "--budget=64") == 0
     assert capsys.readouterr().err == (
         "--sequences is now --max-sequences; the old name goes away in the next release.\n"
         "--budget is now --max-batched-tokens; the old name goes away in the next release.\n"
@@ -283,6 +283,39 @@ def test_generate_writes_the_prompt_and_goes_on(finished, capsys):
     assert capsys.readouterr().out.startswith("the cat")
 
 
+def test_generate_answers_a_batch(finished, tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "tiny", "prompt": "the", **more},
+        }
+        for name, more in (("a", {"max_tokens": 3}), ("b", {"max_tokens": 5}), ("c", {"colour": "red"}))
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    command = ("generate", finished / "runs" / "tiny", "--batch", source, "--out", out, "--max-sequences", "2")
+    assert run(*command) == 1
+    said = capsys.readouterr().err
+    assert "2 of 3 requests answered" in said
+    assert "1 requests failed" in said
+    found = [json.loads(row) for row in out.read_text().splitlines()]
+    assert [(row["custom_id"], row["response"]["body"]["usage"]["completion_tokens"]) for row in found] == [
+        ("a", 3), ("b", 5),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "out.errors.jsonl").read_text())["response"]["status_code"] == 400
+    for options, words in (
+        ((), "exists"),
+        (("--temperature", "0"), "--temperature is for --prompt"),
+        (("--prompt", "x"), "give --prompt TEXT, or --batch FILE"),
+    ):
+        assert run(*command, *options) == 2
+        assert words in capsys.readouterr().err
+    assert run("generate", finished / "runs" / "tiny", "--prompt", "x", "--max-len", "9") == 2
+    assert "--max-len is for --batch" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -440,10 +473,10 @@ def test_convert_says_what_it_wrote(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["no/such", "out", "--to", "hf"], "no/such cannot be read"),
+        (["no/such", "out", "--to", "hf"], "there is no no/such on this machine"),
         (["no/such", ".", "--to", "hf"], ". exists; choose another name"),
         (["no/such", "out", "--to", "onnx"], "invalid choice 'onnx'"),
-        (["no/such", "out"], "--to"),
+        (["nowhere", "out"], "--to"),
         (["hf:", "out", "--to", "hf"], "hf:"),
     ],
 )

@@ -26,14 +26,17 @@ def guarded(run: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Exception as error:
-        if os.environ.get("JAXLLM_TRACEBACK") or not is_user_error(error):
+        no_device = _no_device(error)
+        if os.environ.get("JAXLLM_TRACEBACK") or not (no_device or is_user_error(error)):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {no_device or error}", file=sys.stderr)
         return 2
 
 
 def is_user_error(error: Exception) -> bool:
     """Whether an error's message is meant for the user: the errors that this project raises on purpose."""
+    if isinstance(error, UsageError):  # known without the imports below, which take seconds
+        return True
     from jaxllm.checkpoint import CheckpointError
     from jaxllm.config import ConfigError
     from jaxllm.data import CursorMismatch, DataError
@@ -48,10 +51,12 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.train import NonFiniteLossError, ResumeError
     from jaxllm.train.records.receipt import ReceiptError
     from sharding import ShardingError
+    from sharding.topology import CompilerMissing
 
     kinds = (
         CheckpointError,
         ClusterError,
+        CompilerMissing,
         ConfigError,
         CursorMismatch,
         DataError,
@@ -73,8 +78,24 @@ def is_user_error(error: Exception) -> bool:
 
 
 def _raised_by_us(error: Exception) -> bool:
+    return _raised_in(error).split(".")[0] in ("jaxllm", "sharding", "recipes")
+
+
+def _raised_in(error: Exception) -> str:
+    """Name of the module that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return module.split(".")[0] in ("jaxllm", "sharding", "recipes")
+    return trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+
+
+def _no_device(error: Exception) -> str:
+    """Message about JAX's failure to find a device of ``$JAX_PLATFORMS``, for which it has errors of several types."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if not platforms or _raised_in(error) != "jax._src.xla_bridge":
+        return ""
+    detail = f" ({str(error).splitlines()[0]})" if str(error) else ""
+    return (
+        f"JAX_PLATFORMS={platforms}, and this computer has no such device that JAX can use{detail}. Unset "
+        "JAX_PLATFORMS, or set it to cpu; a GPU needs its driver and pip install 'jaxllm[cuda]'."
+    )

@@ -7,12 +7,15 @@ import sys
 
 from jaxllm.cli.command_table import COMMANDS
 from jaxllm.cli.errors import guarded
+from jaxllm.cli.option_synonyms import check_option_names
+from jaxllm.cli.runtime import end_process
 from jaxllm.config import closest
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command and returns the exit status; ``argv`` defaults to the process's arguments."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Runs a command and returns the exit status; without ``argv``, the process's own, which it may end."""
+    if argv is None:
+        return end_process(main(sys.argv[1:]))
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
         return 0
@@ -23,7 +26,12 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"jaxllm: no command {name!r}.{closest(name, COMMANDS)}\n\n{overview()}", file=sys.stderr)
         return 2
-    return guarded(lambda: COMMANDS[name](rest))
+
+    def run() -> int:
+        check_option_names(name, rest)
+        return COMMANDS[name](rest)
+
+    return guarded(run)
 
 
 def overview() -> str:

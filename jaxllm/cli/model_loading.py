@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from jaxllm.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxllm.convert.load import LoadedModel
+    from jaxllm.infer.start_progress import Listener
 
 
 def load_with_progress(
@@ -16,14 +20,37 @@ def load_with_progress(
     layers: Literal["stacked", "apart"] = "stacked",
     mesh: str | None = None,
     weights: str = "plain",
+    generation_config: str = "auto",
+    *,
+    progress: Listener | None = None,
 ) -> LoadedModel:
-    """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default."""
+    """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default.
+
+    Args:
+        progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
+        generation_config: where the sampling defaults come from: "auto": the model's files; "none"; or a directory
+            with a ``generation_config.json``.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
+    import dataclasses
+
+    from jaxllm.hub.sampling_defaults import sampling_defaults_of
     from jaxllm.infer import load_model
     from jaxllm.infer.runner.serving_mesh import mesh_of
 
+    if generation_config not in ("auto", "none") and not (Path(generation_config) / "generation_config.json").is_file():
+        raise UsageError(
+            f"--generation-config {generation_config}: give auto, none, or a directory with a generation_config.json."
+        )
     over = None if mesh is None else mesh_of(mesh)
-    with progress_bar("loading", name) as progress:
-        return load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=progress)
+    with _tensor_progress(name, progress) as tell:
+        loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
+    if generation_config == "auto":
+        return loaded
+    own = {} if generation_config == "none" else sampling_defaults_of(Path(generation_config))
+    return dataclasses.replace(loaded, sampling=own)
 
 
 def check_speculation(speculate: str | None, tokens: int | None) -> None:
@@ -36,6 +63,15 @@ def check_speculation(speculate: str | None, tokens: int | None) -> None:
     from jaxllm.infer.speculate.proposer_table import with_speculation
 
     with_speculation(EngineConfig(), speculate, tokens)
+
+
+@contextlib.contextmanager
+def _tensor_progress(name: str, progress: Listener | None) -> Iterator[Callable[[str, int, int], None]]:
+    if progress is not None:
+        yield lambda _, done, total: progress("loading", done, total)
+        return
+    with progress_bar("loading", name) as bar:
+        yield bar
 
 
 @contextlib.contextmanager

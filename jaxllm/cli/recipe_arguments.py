@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import importlib.metadata
@@ -161,6 +162,18 @@ def start_training(config: RunConfig) -> TrainResult:
 def recipes() -> dict[str, importlib.metadata.EntryPoint]:
     """Installed recipes by name, from entry points; a local directory named ``recipes`` is ignored."""
     return {entry.name: entry for entry in importlib.metadata.entry_points(group=RECIPES)}
+
+
+def recipe_summary(name: str) -> str:
+    """First line of an installed recipe's docstring, read from its source, since importing recipes imports JAX."""
+    entry = recipes()[name]
+    spec = importlib.util.find_spec(entry.module)
+    if spec is None or spec.origin is None:
+        return entry.value
+    for node in ast.parse(Path(spec.origin).read_text("utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == entry.attr:
+            return (ast.get_docstring(node) or entry.value).splitlines()[0]
+    return entry.value
 
 
 def find_recipe(name: str) -> Recipe:

@@ -26,6 +26,7 @@ def served_model(name: str) -> tuple[DecoderConfig, int | None]:
     from jaxllm.files import read_json
     from jaxllm.hub import find_model, open_source
     from jaxllm.hub.families.families import decoder_config
+    from jaxllm.hub.model_source import hub_hint
 
     if name in recipes() or name.partition(":")[0].endswith(".py"):
         run = find_recipe(name)()
@@ -39,7 +40,7 @@ def served_model(name: str) -> tuple[DecoderConfig, int | None]:
     else:
         raise UsageError(
             f"no model {name!r}. Legal: a recipe ({', '.join(sorted(recipes()))}), FILE.py:FUNCTION, a config.json of "
-            "Hugging Face, or a model's directory or file."
+            f"Hugging Face, or a model's directory or file.{hub_hint(name)}"
         )
     return dataclasses.replace(config, dtype="bfloat16", param_dtype="bfloat16", remat="none"), longest
 

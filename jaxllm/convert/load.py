@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from jaxllm.convert.run_files import open_checkpoints, params_prefix, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import PackedOrPlain
+from jaxllm.hub.sampling_defaults import SamplingDefaults
 from jaxllm.models import Functional, functional, unstack_layers
 from jaxllm.quant import WEIGHT_FORMATS, pack_params
 from jaxllm.text import ChatTemplate, Tokenizer
@@ -41,6 +42,8 @@ class LoadedModel:
         step: training steps in this package; 0 for a model of another library.
         meta: metadata of the checkpoint: config, data cursor, versions; empty for a model of another library.
         source: ``config.json`` of the model of another library that it is or was initialised from; else None.
+        sampling: sampling parameters that its authors recommend, by field of ``SamplingParams``; empty where it has
+            none. They are the defaults of ``jaxllm generate``, ``chat`` and ``serve``.
     """
 
     model: Functional
@@ -51,6 +54,7 @@ class LoadedModel:
     step: int
     meta: dict[str, Any]
     source: Mapping[str, Any] | None
+    sampling: SamplingDefaults = field(default_factory=dict)
 
     @property
     def longest(self) -> int | None:
@@ -153,12 +157,14 @@ def _load(
         model = functional(run.config)
         if (adapted := adapter_run(run)) is not None:
             model, params = adapted.served(checkpointer, step, mesh, load_params)
-            return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
+            return LoadedModel(
+                model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source, run.sampling()
+            )
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         prefix = params_prefix(path, checkpointer, step, ema)
         reading = RestoreOptions(cast=ema)  # an average is at least float32
         params, _ = checkpointer.restore_params(abstract, step=step, prefix=prefix, reading=reading)
-    return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source)
+    return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source, run.sampling())
 
 
 def load_params(name: str, mesh: Mesh) -> Any:
@@ -172,4 +178,6 @@ def _load_from_elsewhere(
     source = open_source(path)
     tokenizer, template = source.tokenizer, source.template
     loaded = source.load(mesh=mesh, dtype=dtype, weights=weights, progress=progress)
-    return LoadedModel(functional(loaded.config), loaded.params, tokenizer, template, mesh, 0, {}, loaded.source)
+    return LoadedModel(
+        functional(loaded.config), loaded.params, tokenizer, template, mesh, 0, {}, loaded.source, source.sampling
+    )

@@ -14,6 +14,7 @@ from jaxllm.checkpoint import Checkpointer
 from jaxllm.config import from_dict
 from jaxllm.files import DataError
 from jaxllm.hub import HubError
+from jaxllm.hub.sampling_defaults import SamplingDefaults, sampling_defaults_of
 from jaxllm.models import DecoderConfig
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
 
@@ -66,6 +67,10 @@ class RunFiles:
     def template(self) -> ChatTemplate | None:
         """Chat template, or None."""
         return load_template(self.path / "tokenizer")
+
+    def sampling(self) -> SamplingDefaults:
+        """Sampling defaults of the model that it was converted from; empty for a model that was trained here."""
+        return sampling_defaults_of(self.path / "tokenizer")
 
 
 def open_checkpoints(path: Path) -> Checkpointer:

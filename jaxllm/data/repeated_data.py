@@ -39,8 +39,14 @@ def epochs_per_source(dataset: DataSource, steps: int) -> dict[str, float]:
 
 
 def repetition_warnings(dataset: DataSource, steps: int) -> list[str]:
-    """Warnings for a log: one line for each source that is read for more than `FREE_EPOCHS` epochs."""
-    return [
+    """Warnings for a log: data of less than one batch, and each source that is read more than `FREE_EPOCHS` times."""
+    small = []
+    if isinstance(dataset, TokenDataset) and dataset.plan.rows < dataset.batch_size:
+        small = [
+            f"{dataset.documents.name} is too short to learn from: {len(dataset.documents.tokens):,} tokens fill "
+            f"{dataset.plan.rows} of the {dataset.batch_size} rows of one batch, so every step repeats them."
+        ]
+    return small + [
         f"{name} is read {often:.1f} times, which is worth {effective_data(often, 1.0):.1f} times as many fresh tokens "
         "(arXiv:2305.16264)"
         for name, often in epochs_per_source(dataset, steps).items()

@@ -27,6 +27,7 @@ from jaxtyping import Int, Integer, UInt8
 from jaxllm.data.chat_encoding import EncodedDocument
 from jaxllm.data.sharded_tokens import ShardedTokens
 from jaxllm.data.sources.documents import heldout_mask
+from jaxllm.data.sources.remote_files import how_to_make
 from jaxllm.files import DataError, at, atomic, digest, file_sha256, read_json, write_json
 from jaxllm.text import Tokenizer
 
@@ -196,7 +197,7 @@ def open_tokens(path: Path | str, tokenizer: Tokenizer, *, name: str | None = No
 def _description(path: Path, tokenizer: Tokenizer) -> dict:
     file = sidecar(path)
     if not path.is_file():
-        raise DataError(f"{at(path)}: no such file")
+        raise DataError(f"{at(path)}: no such file{how_to_make(path)}")
     if not file.is_file():
         raise DataError(
             f"{at(path)}: no {file.name} beside it, which describes its format (see jaxllm.data.token_files)"

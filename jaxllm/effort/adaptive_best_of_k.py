@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -158,5 +159,4 @@ def price_of(success: Float[np.ndarray, " N"], samples: float, *, most: int, lea
         raise ValueError(f"samples = {samples} on average; give {least} to {most}.")
     gains = sorted((gain(float(p), k) for p in success for k in range(least, most)), reverse=True)
     count = round((samples - least) * len(success))
-    bounded = [min(max(one, 1e-12), 1 - 1e-12) for one in gains]
-    return bounded[count - 1] if count else 1 - 1e-12
+    return min(max(gains[count - 1], sys.float_info.min), 1 - 1e-12) if count else 1 - 1e-12

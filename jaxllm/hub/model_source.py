@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from jaxllm.hub.gguf.gguf_file import Gguf, open_gguf
 from jaxllm.hub.gguf.gguf_model import find_smollm2, hf_tensors
 from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_model
 from jaxllm.hub.packed_weights import PackedOrPlain
+from jaxllm.hub.sampling_defaults import SMOLLM2, SamplingDefaults, sampling_defaults_of, sampling_defaults_of_gguf
 from jaxllm.models import DecoderConfig
 from jaxllm.text import (
     ChatTemplate,
@@ -88,6 +91,17 @@ class ModelSource:
             return template_from_gguf(self.gguf.metadata, where=str(self.path))
         return load_template(self.path)
 
+    @functools.cached_property
+    def sampling(self) -> SamplingDefaults:
+        """Sampling defaults that its authors recommend; empty where its files have none."""
+        if self.gguf is None:
+            return sampling_defaults_of(self.path)
+        if own := sampling_defaults_of_gguf(self.gguf.metadata, str(self.path)):
+            return own
+        with contextlib.suppress(HubError):  # its package is not installed
+            return SMOLLM2 if self.path.samefile(find_smollm2()) else {}
+        return {}
+
     def load(
         self,
         *,
@@ -133,6 +147,17 @@ def open_source(path: Path | str) -> ModelSource:
     return ModelSource(path, "gguf", source, hf_tensors(model, source), model)
 
 
+def hub_hint(name: Path | str) -> str:
+    """Sentence for errors about a path that does not exist but is written as a repository of the Hugging Face hub is.
+
+    "" for other paths; those in a directory that exists are not repositories.
+    """
+    found = re.fullmatch(r"(?:https?://)?(?:huggingface\.co/|hf\.co/)?([\w.-]+/[\w.-]+)/?", str(name))
+    if found is None or Path(name).exists() or (found[1] == str(name) and Path(name).parent.exists()):
+        return ""
+    return f" Is it a repository of the Hugging Face hub? Write {REMOTE}{found[1]}."
+
+
 def refuse_pickle(file: Path) -> None:
     """Raises HubError for a file whose name says that it is a pickle."""
     if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl"):
@@ -143,7 +168,8 @@ def find_model(name: Path | str) -> Path:
     """Resolves a model name to a path: a packaged model, ``hf:ORG/NAME`` in the local cache, or a path itself.
 
     Raises:
-        HubError: the package is not installed (gives the command), or the hub cannot be reached.
+        HubError: the package is not installed (gives the command), the hub cannot be reached, or the name is that of a
+            repository without ``hf:``.
     """
     name = str(name)
     if not Path(name).expanduser().exists():
@@ -151,6 +177,11 @@ def find_model(name: Path | str) -> Path:
             return PACKAGED[name]()
         if (hint := closest(name, PACKAGED)) and not name.startswith(REMOTE):
             raise HubError(f"there is no {name}.{hint}")
+        if hint := hub_hint(name):
+            raise HubError(
+                f"there is no {name} on this machine. Give a run's directory, one with config.json and safetensors, a "
+                f".gguf file, {' or '.join(PACKAGED)}.{hint}"
+            )
     return fetch(name.removeprefix(REMOTE)) if name.startswith(REMOTE) else Path(name).expanduser()
 
 

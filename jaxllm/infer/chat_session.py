@@ -9,8 +9,10 @@ from typing import Any
 from jaxllm.convert.load import LoadedModel
 from jaxllm.files import DataError
 from jaxllm.infer.llm import LLM, single_user_config
-from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.sampling_params import SEEDS, SamplingParams, with_sampling_defaults
 
+DEFAULT_TEMPERATURE = 0.7
+"""Sampling temperature of a model whose authors recommend none."""
 Message = dict[str, Any]
 """Message of a conversation, with "role" and "content", as templates expect it."""
 
@@ -23,7 +25,8 @@ class Chat:
         loaded: model; it must have a chat template.
         messages: conversation so far; may start with a system message.
         max_tokens: maximum tokens of an answer.
-        temperature: sampling temperature; 0 is greedy decoding.
+        temperature, top_p, top_k, min_p, repetition_penalty: see ``SamplingParams``; None: what the
+            model's authors recommend (``LoadedModel.sampling``), else a temperature of 0.7 and nothing else.
         seed: sampling seed; each answer is sampled independently.
         speculate, speculate_tokens: speculative decoding, see ``LLM``.
 
@@ -35,7 +38,11 @@ class Chat:
     loaded: LoadedModel
     messages: list[Message] = field(default_factory=list)
     max_tokens: int = 512
-    temperature: float = 0.7
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int = 0
     speculate: str | None = None
     speculate_tokens: int | None = None
@@ -77,23 +84,29 @@ class Chat:
             self.messages.append({"role": "assistant", "content": "".join(said)})
 
     def tokens(self, messages: list[Message]) -> list[int]:
-        """Prompt tokens of a conversation, up to the start of the answer."""
+        """Prompt tokens of a conversation, up to the start of the answer; no message becomes a control token."""
         assert self.loaded.template is not None
-        ids = self.loaded.tokenizer.encode(self.loaded.template.render(messages), specials=True)
-        if not len(ids):
+        _, ids = self.loaded.template.encode(self.loaded.tokenizer, messages)
+        if not ids:
             raise DataError("the template renders this conversation as an empty prompt; give a message with content.")
-        return [int(i) for i in ids]
+        return ids
 
     def _params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=max_tokens, temperature=self.temperature, seed=(self.seed + len(self.messages)) % SEEDS
-        )
+        given = {
+            "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+        }  # fmt: skip
+        return with_sampling_defaults(
+            given, {"temperature": DEFAULT_TEMPERATURE, **self.loaded.sampling}, max_tokens=max_tokens,
+            seed=(self.seed + len(self.messages)) % SEEDS,
+        )  # fmt: skip
 
     def _answer(self, ids: list[int], room: int) -> Iterator[str]:
         # A conversation that is too long for its engine gets a larger engine.
         if self._llm is None or self._llm.engine.max_len < len(ids) + room:
             room_for = max(2048, len(ids) + room)
-            sizes = single_user_config(self.loaded, room_for, self.speculate, self.speculate_tokens)
+            full = self._params(room).needs_full
+            sizes = single_user_config(self.loaded, room_for, self.speculate, self.speculate_tokens, full)
             self._llm = LLM(self.loaded, sizes)
         for piece in self._llm.stream(ids, self._params(room)):
             if piece.text:

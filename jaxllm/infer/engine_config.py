@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxllm.config import renamed_fields
 
@@ -219,6 +219,20 @@ class EngineConfig:
         decode = decode and bool(self.decode_buckets)
         sizes, least = (self.decode_buckets, requests) if decode else (self.prompt_buckets, tokens)
         return next(size for size in sizes if size >= least), decode
+
+
+def serving_config(
+    *, max_sequences: int, max_batched_tokens: int, max_len: int | None, kv_dtype: KvDtype, **fields: Any
+) -> EngineConfig:
+    """Configuration of ``jaxllm serve``, which ``jaxllm compile --serve`` compiles the programs of."""
+    return EngineConfig(
+        max_sequences=max_sequences,
+        max_batched_tokens=max_batched_tokens,
+        max_len=max_len,
+        top_logprobs=20,
+        kv_dtype=kv_dtype,
+        **fields,
+    )
 
 
 def _quantised_formats() -> tuple[str, ...]:

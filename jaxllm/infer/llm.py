@@ -17,6 +17,7 @@ import jax
 
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.files import DataError, cache_root
+from jaxllm.hub import find_model
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, Source
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import Policy
@@ -27,9 +28,11 @@ from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
+from jaxllm.infer.start_progress import Listener, shown_progress
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
 from jaxllm.peft.base_hash import base_hash
+from jaxllm.text import Tokenizer
 
 DEFAULT_ADAPTER_SLOTS = 32
 """Adapters on the device at a time where adapters are given and the number of slots is not."""
@@ -90,6 +93,14 @@ class LLM:
             is adaptive by default.
         adapters: LoRA adapters by the names that requests may give: directories in PEFT's format, read when they are
             needed, or adapters in memory. ``engine.load_adapter`` adds others.
+        background: generate as soon as the first programs are compiled, and compile the others meanwhile, see
+            ``Engine.of``; ``engine.wait_for_programs`` waits for all.
+        programs: folder of compiled programs that came with the model (`jaxllm compile --serve`); None: the folder
+            ``programs`` in the model's directory, if there is one.
+        trust_programs: run programs of that folder that somebody else has compiled: native code, which can do anything.
+            Only files that nobody but you can change are taken.
+        progress: called with "loading", "compiling" or "ready", how much of it is done, and of how much, see
+            ``StartProgress``; None: a start of more than two seconds shows a line on the terminal.
     """
 
     def __init__(
@@ -105,31 +116,45 @@ class LLM:
         adapters: Mapping[str, Source] | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        background: bool = True,
+        programs: Path | str | None = None,
+        trust_programs: bool = False,
+        progress: Listener | None = None,
     ):
         # Checked before the model is loaded.
         sizes = with_speculation(config or EngineConfig(), speculate, speculate_tokens)
         over = None if mesh is None else mesh_of(mesh)
-        self.loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, mesh=over)
-        self.tokenizer = self.loaded.tokenizer
         folder = cache_root("") / "engine" if manifest == "" else manifest
-        if adapters and not sizes.adapter_slots:
-            sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
-        own = _hash_of(self.loaded) if sizes.adapter_slots else ""
-        catalogue = AdapterCatalogue(functools.partial(read_adapter, self.loaded, base_hash=own))
-        for name, source in (adapters or {}).items():
-            catalogue.add(name, source)
-        self.engine = Engine.of(
-            self.loaded.model,
-            self.loaded.params,
-            sizes,
-            tokenizer=self.tokenizer,
-            longest=self.loaded.longest,
-            mesh=over or self.loaded.mesh,
-            manifest=None if folder is None else Path(folder),
-            strict=strict,
-            policy=policy,
-            adapters=catalogue,
-        )
+        shipped = shipped_programs(model) if programs is None and isinstance(model, str | Path) else programs
+        name = "the model" if isinstance(model, LoadedModel) else str(model)
+        with shown_progress(name, progress) as tell:
+            if not isinstance(model, LoadedModel):
+                model = load_model(
+                    model, dtype=dtype, mesh=over, progress=lambda _, done, total: tell("loading", done, total)
+                )
+            self.loaded, self.tokenizer = model, model.tokenizer
+            if adapters and not sizes.adapter_slots:
+                sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
+            own = _hash_of(self.loaded) if sizes.adapter_slots else ""
+            catalogue = AdapterCatalogue(functools.partial(read_adapter, self.loaded, base_hash=own))
+            for name, source in (adapters or {}).items():
+                catalogue.add(name, source)
+            self.engine = Engine.of(
+                self.loaded.model,
+                self.loaded.params,
+                sizes,
+                tokenizer=self.tokenizer,
+                longest=self.loaded.longest,
+                mesh=over or self.loaded.mesh,
+                manifest=None if folder is None else Path(folder),
+                strict=strict,
+                policy=policy,
+                adapters=catalogue,
+                background=background,
+                shipped=None if shipped is None else Path(shipped),
+                trusted=trust_programs,
+                progress=tell,
+            )
         if self.engine.runner.mesh is not None:
             # Keep only the engine's copy of the weights.
             self.loaded = replace(self.loaded, params=self.engine.runner.params, mesh=self.engine.runner.mesh)
@@ -141,6 +166,8 @@ class LLM:
         *,
         salt: str = "",
         adapter: str | Sequence[str | None] | None = None,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> list[Completion]:
         """Generates completions of prompts, batched by the engine; results are in the order of the prompts.
 
@@ -149,6 +176,7 @@ class LLM:
             params: sampling parameters for all prompts, or one for each.
             salt: see ``Engine.submit``.
             adapter: name of the adapter for all prompts, or one for each; None: the base.
+            add_special_tokens, parse_special: see ``ids``.
 
         Raises:
             ValueError: see ``Engine.submit``; no prompt is started then.
@@ -164,7 +192,8 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, one, name in zip(many, each, names, strict=True):
-                requests.append(self.engine.submit(self.ids(prompt), one, salt=salt, adapter=name))
+                ids = self.ids(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+                requests.append(self.engine.submit(ids, one, salt=salt, adapter=name))
             while any(s.finish is None for r in requests for s in r.sequences):
                 self.engine.step()
         except BaseException:
@@ -176,10 +205,18 @@ class LLM:
         return [completion(request) for request in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = "", adapter: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        adapter: str | None = None,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
     ) -> Iterator[OutputDelta]:
-        """Streams the completions of one prompt; closing the stream cancels the request."""
-        request = self.engine.submit(self.ids(prompt), params, salt=salt, adapter=adapter)
+        """Streams the completions of one prompt, see ``generate``; closing the stream cancels the request."""
+        ids = self.ids(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+        request = self.engine.submit(ids, params, salt=salt, adapter=adapter)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[OutputDelta]:
@@ -193,20 +230,45 @@ class LLM:
         finally:
             self.engine.cancel(request)
 
-    def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; a text begins as the model's documents do.
+    def ids(self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a prompt; token ids stay as they are.
+
+        Args:
+            prompt: text or token ids.
+            add_special_tokens: the text begins as the model's documents do, with a begin-of-text token where they do.
+            parse_special: names of special tokens in the text, such as those of a fill-in-the-middle prompt, are those
+                tokens, as in transformers; otherwise they are text.
 
         Raises:
             DataError: an empty text, and a tokenizer that has no token to begin one with.
         """
         if not isinstance(prompt, str):
             return [int(token) for token in prompt]
-        ids = [int(i) for i in self.tokenizer.encode(prompt, bos=self.tokenizer.adds_bos)]
-        if not ids and self.tokenizer.start_id is not None:
-            ids = [self.tokenizer.start_id]
+        ids = encode_prompt(self.tokenizer, prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
         if not ids:
             raise DataError("the prompt is empty, and this tokenizer has no token to begin a document with.")
         return ids
+
+
+def shipped_programs(model: str | Path) -> Path | None:
+    """Folder of compiled programs in a model's directory; None: there is none."""
+    folder = find_model(model) / "programs"
+    return folder if folder.is_dir() else None
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True, parse_special: bool = True
+) -> list[int]:
+    """Token ids of a prompt's text, see ``LLM.ids``; [] for an empty one without a token to begin it.
+
+    Raises:
+        DataError: the vocabulary cannot spell the text.
+    """
+    begin = add_special_tokens and tokenizer.adds_bos
+    ids = [int(i) for i in tokenizer.encode(text, bos=begin, specials=parse_special)]
+    if not ids and add_special_tokens and tokenizer.start_id is not None:
+        ids = [tokenizer.start_id]
+    return ids
 
 
 def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> Adapter:
@@ -232,9 +294,15 @@ def _hash_of(loaded: LoadedModel) -> str:
 
 
 def single_user_config(
-    loaded: LoadedModel, tokens: int, speculate: str | None = None, speculate_tokens: int | None = None
+    loaded: LoadedModel,
+    tokens: int,
+    speculate: str | None = None,
+    speculate_tokens: int | None = None,
+    full: bool = False,
 ) -> EngineConfig:
     """Engine configuration for one user: few programs, and room for sequences of this many tokens.
+
+    ``full``: with the full sampler, for parameters that need it; else the plain one.
 
     The length is a power of two, so that compiled programs are found again for the next prompt. On a CPU, prefill
     chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones, and need only one
@@ -247,7 +315,11 @@ def single_user_config(
     room = room if most is None else min(room, most)
     buckets = (64,) if jax.default_backend() == "cpu" else (64, 512)
     config = EngineConfig(
-        max_sequences=1, max_batched_tokens=buckets[-1], max_len=room, buckets=buckets, samplers=("plain",)
+        max_sequences=1,
+        max_batched_tokens=buckets[-1],
+        max_len=room,
+        buckets=buckets,
+        samplers=("full" if full else "plain",),
     )
     config = with_speculation(config, speculate, speculate_tokens)
     return replace(config, buckets=tuple(sorted({*buckets, *config.verify_buckets})))

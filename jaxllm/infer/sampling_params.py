@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxllm.infer.grammar import Grammar
 
@@ -196,6 +197,18 @@ class SamplingParams:
         """Whether the full sampler is needed; the plain one supports temperature and seed."""
         other = self.prompt_logprobs is not None or self.grammar is not None or self.beams > 1
         return self.changes_logits or self.filters or self.needs_logprobs or other
+
+
+def with_sampling_defaults(
+    given: Mapping[str, Any], defaults: Mapping[str, float], *, max_tokens: int, seed: int | None = None
+) -> SamplingParams:
+    """Sampling parameters from what a user gave; a field that is None has the value of ``defaults``, if it has one.
+
+    Raises:
+        ValueError: a value is not legal.
+    """
+    fields = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **fields)  # type: ignore[arg-type]
 
 
 NOT_WITH_BEAMS = (

@@ -54,4 +54,7 @@ def _row(step: int, group: int, one: Episode) -> dict[str, Any]:
         "advantage": one.advantage,
         "versions": sorted(set(rollout.versions)),
     }
+    if rollout.environment_reward is not None:
+        found |= {"turns": rollout.turns, "tool_calls": rollout.calls, "failed_tool_calls": rollout.flaws}
+        found["written_tokens"] = sum(rollout.is_written)
     return found | ({"failure": one.judgement.failure} if one.judgement.failure else {})

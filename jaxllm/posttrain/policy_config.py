@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxllm.config import runtime_only
 from jaxllm.posttrain.algorithms import find_algorithm
+from jaxllm.posttrain.environments.environment_table import find_environment
 from jaxllm.posttrain.rewards import find_rewards
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.objective import ObjectiveConfig
@@ -20,18 +21,22 @@ class RolloutConfig:
     Attributes:
         prompts: prompts per step.
         group: completions of each prompt that an update uses.
-        max_tokens: largest length of a completion in tokens.
+        max_tokens: largest length of a completion in tokens; with an environment that of an episode, observations
+            included.
+        max_turns: with an environment: most turns of the policy in an episode.
         max_sequences: completions that the engine decodes at a time.
         max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
             on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
         attempts: most times that prompts are drawn for one step where the algorithm replaces groups of equal rewards.
-        reward_timeout: seconds that a reward function may take for one completion; 0: any.
+        reward_timeout: seconds that a reward function may take for one completion, and an environment for one turn; 0:
+            any.
         episodes: episodes of each step that are written to episodes.jsonl; 0: all.
     """
 
     prompts: int = 8
     group: int = 8
     max_tokens: int = 128
+    max_turns: int = 8
     max_sequences: int = runtime_only(32)
     max_staleness: int = 0
     attempts: int = 3
@@ -39,8 +44,8 @@ class RolloutConfig:
     episodes: int = runtime_only(0)
 
     def __post_init__(self) -> None:
-        least = {"prompts": 1, "group": 1, "max_tokens": 1, "max_sequences": 1, "attempts": 1, "episodes": 0}
-        least["max_staleness"] = 0
+        least = {"prompts": 1, "group": 1, "max_tokens": 1, "max_turns": 1, "max_sequences": 1, "attempts": 1}
+        least |= {"max_staleness": 0, "episodes": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"rollout.{name} = {getattr(self, name)}; give {value} or more.")
@@ -54,22 +59,29 @@ class PolicyRunConfig(RunConfig):
 
     Attributes:
         algorithm: row of ``jaxllm.posttrain.ALGORITHMS``; ``objective.options`` replace its options.
-        prompts: ``arithmetic:DIGITS`` (sums of numbers, with answers) or a JSONL file of records with ``prompt``, a
-            text or messages, and whatever fields the rewards read.
-        rewards: reward functions: ``NAME``, ``module:function``, each with ``=WEIGHT`` if other than 1.
+        prompts: ``arithmetic:DIGITS`` (sums of numbers, with answers), ``gym:TASK,TASK:SIZE`` (reasoning-gym's), or a
+            JSONL file of records with ``prompt``, a text or messages, and whatever fields the rewards read.
+        rewards: reward functions: ``NAME``, ``module:function``, each with ``=WEIGHT`` if other than 1; they are given
+            all that follows the prompt. With an environment, whose own rewards are added, there may be none.
+        environment: what answers the policy's turns: ``calculator``, ``python``, ``tools:module:function,...`` or
+            ``module:factory``; empty: completions have one turn.
         rollout: how completions are sampled.
     """
 
     algorithm: str = "grpo"
     prompts: str = "arithmetic:1"
     rewards: tuple[str, ...] = ("exact_answer",)
+    environment: str = ""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig("policy"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         algorithm = find_algorithm(self.algorithm)
-        find_rewards(self.rewards)
+        if self.environment:
+            find_environment(self.environment)
+        if self.rewards or not self.environment:
+            find_rewards(self.rewards)
         rollout, data = self.rollout, self.data
         if self.objective.name != "policy":
             raise ValueError(f'objective.name = "{self.objective.name}"; reinforcement learning has "policy".')

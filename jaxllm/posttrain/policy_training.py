@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,10 +24,12 @@ from jaxllm.data import Batch, Dataset
 from jaxllm.data.loader import resolve_tokenizer
 from jaxllm.peft.adapted_model import merge_adapters
 from jaxllm.posttrain.algorithms import find_algorithm
+from jaxllm.posttrain.environments.environment_table import find_environment
 from jaxllm.posttrain.episode_log import EPISODES, EpisodeLog
+from jaxllm.posttrain.multi_turn import EpisodeSampler
 from jaxllm.posttrain.policy_config import PolicyRunConfig
 from jaxllm.posttrain.prompts import Prompt, PromptSource, load_prompts, prompt_source
-from jaxllm.posttrain.rewards import RewardError, find_rewards, judge
+from jaxllm.posttrain.rewards import Judgement, RewardError, find_rewards, judge
 from jaxllm.posttrain.rollout_batch import (
     Episode,
     is_informative,
@@ -37,7 +40,7 @@ from jaxllm.posttrain.rollout_batch import (
 )
 from jaxllm.posttrain.rollout_queue import RolloutQueue
 from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, derived_seed, one_device
-from jaxllm.text import Tokenizer
+from jaxllm.text import ChatTemplate, Tokenizer
 from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.loop import TrainResult, train
 from jaxllm.train.objectives.policy_loss import PolicyObjective, check_policy_reference
@@ -58,7 +61,7 @@ def train_policy(config: PolicyRunConfig) -> TrainResult:
         ResumeError and others: as ``jaxllm.train.train``.
     """
     config = with_algorithm(config)
-    feed = RolloutFeed(config, *open_policy_data(config))
+    feed = RolloutFeed(config, open_policy_data(config))
     return train(config, data=feed.dataset, feed=feed)
 
 
@@ -78,8 +81,17 @@ def with_algorithm(config: PolicyRunConfig) -> PolicyRunConfig:
     return config
 
 
-def open_policy_data(config: PolicyRunConfig) -> tuple[PromptSource, Tokenizer, str]:
-    """Prompts of a run, the tokenizer, and a line for a log.
+class PolicyData(NamedTuple):
+    """Prompts of a run, with the tokenizer and the chat template of its model, and a line for a log."""
+
+    source: PromptSource
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    summary: str
+
+
+def open_policy_data(config: PolicyRunConfig) -> PolicyData:
+    """Prompts of a run.
 
     Raises:
         ConfigError: a batch is too small for the completions of a step.
@@ -92,7 +104,10 @@ def open_policy_data(config: PolicyRunConfig) -> tuple[PromptSource, Tokenizer, 
     tokenizer = opened.tokenizer if given and opened else resolve_tokenizer(config.data.tokenizer, None)
     rollout, data = config.rollout, config.data
     room = data.seq_len + 1 - rollout.max_tokens
-    prompts, line = load_prompts(config.prompts, tokenizer, opened.template if opened else None, room)
+    template = opened.template if opened else None
+    tools = find_environment(config.environment)().tools if config.environment else ()
+    prompts, line = load_prompts(config.prompts, tokenizer, template, room, tools)
+    fields: dict[str, Any] = {} if not config.environment else {"environment": config.environment}
     source = prompt_source(
         prompts,
         per_step=rollout.prompts,
@@ -100,7 +115,7 @@ def open_policy_data(config: PolicyRunConfig) -> tuple[PromptSource, Tokenizer, 
         batch_size=data.batch_size,
         seq_len=data.seq_len,
         seed=config.seed,
-        fields={"tokenizer": tokenizer.fingerprint, "group": rollout.group, "max_tokens": rollout.max_tokens},
+        fields=fields | {"tokenizer": tokenizer.fingerprint, "group": rollout.group, "max_tokens": rollout.max_tokens},
     )
     needed = rows_needed(config.completions, source.longest + rollout.max_tokens, data.seq_len)
     if needed > data.batch_size:
@@ -109,7 +124,7 @@ def open_policy_data(config: PolicyRunConfig) -> tuple[PromptSource, Tokenizer, 
             f"rows of data.seq_len = {data.seq_len}; give data.batch_size = {needed} or more, longer rows, or "
             "a smaller rollout.prompts or rollout.group."
         )
-    return source, tokenizer, line
+    return PolicyData(source, tokenizer, template, line)
 
 
 class StepRollouts(NamedTuple):
@@ -125,16 +140,20 @@ class RolloutFeed:
 
     Args:
         config: the run.
-        source: its prompts.
-        tokenizer: of the model.
-        summary: line for the log.
+        data: its prompts.
     """
 
-    def __init__(self, config: PolicyRunConfig, source: PromptSource, tokenizer: Tokenizer, summary: str):
+    def __init__(self, config: PolicyRunConfig, data: PolicyData):
+        source, tokenizer = data.source, data.tokenizer
         self.config, self.source, self.tokenizer = config, source, tokenizer
-        self.algorithm, self.rewards = find_algorithm(config.algorithm), find_rewards(config.rewards)
+        self.algorithm = find_algorithm(config.algorithm)
+        self.rewards = find_rewards(config.rewards) if config.rewards else ()
+        self.episodes = None if not config.environment else EpisodeSampler(
+            find_environment(config.environment), tokenizer, data.template, max_tokens=config.rollout.max_tokens,
+            max_turns=config.rollout.max_turns, timeout=config.rollout.reward_timeout,
+        )  # fmt: skip
         # A cached property serves a protocol's property; the type checker does not see it.
-        self.dataset = Dataset(config.data, source, None, tokenizer, summary)  # pyright: ignore[reportArgumentType]
+        self.dataset = Dataset(config.data, source, None, tokenizer, data.summary)  # pyright: ignore[reportArgumentType]
         self._metrics: dict[int, dict[str, float]] = {}
         self.engine: RolloutEngine | None = None
 
@@ -218,15 +237,30 @@ class RolloutFeed:
         rollout, seed = self.config.rollout, derived_seed(self.config.seed, step, attempt)
         prompts: list[Prompt] = self.source.prompts_at(step, attempt)
         count = rollout.group * self.algorithm.oversample
-        sampled: list[list[Rollout]] = self.engine.sample(prompts, count, rollout.max_tokens, seed)
+        sampled: list[list[Rollout]]
+        if self.episodes is None:
+            sampled = self.engine.sample(prompts, count, rollout.max_tokens, seed)
+        else:
+            sampled = self.episodes.sample(self.engine, prompts, count, seed)
         found = []
         for place, group in enumerate(sampled):
-            judgements = [
-                judge(self.rewards, one.prompt.text, one.text, one.prompt.row, rollout.reward_timeout) for one in group
-            ]
+            judgements = [self._judge(one) for one in group]
             own = derived_seed(seed, place, 1)
             found.append(judged_group(group, judgements, self.algorithm, rollout.group, rollout.max_tokens, own))
         return found
+
+    def _judge(self, rollout: Rollout) -> Judgement:
+        """Judgement by the reward functions and the environment."""
+        if rollout.failure:
+            return Judgement(float("nan"), {}, rollout.failure)
+        given = rollout.prompt.text, rollout.text, rollout.prompt.row
+        found = judge(self.rewards, *given, self.config.rollout.reward_timeout)
+        own = rollout.environment_reward
+        if own is None:
+            return found
+        if not math.isfinite(own):
+            return Judgement(float("nan"), found.terms, f"the environment's reward is {own}, which is not finite")
+        return replace(found, reward=found.reward + own, terms=found.terms | {"environment": own})
 
     def _check_failures(self, step: int, episodes: list[Episode]) -> None:
         failed = [one for one in episodes if one.judgement.failure]
@@ -248,7 +282,7 @@ def rollout_metrics(seen: list[Episode], groups: list[list[Episode]]) -> dict[st
         groups: those that the update uses.
     """
     rewards = [one.reward for one in seen if np.isfinite(one.reward)]
-    lengths = [float(len(one.rollout.tokens)) for one in seen]
+    lengths = [float(sum(one.rollout.is_written)) for one in seen]
     used = [one.advantage for group in groups for one in group]
     found = {
         "reward": float(np.mean(rewards)) if rewards else float("nan"),
@@ -259,6 +293,11 @@ def rollout_metrics(seen: list[Episode], groups: list[list[Episode]]) -> dict[st
         "equal_groups": float(sum(not is_informative(group) for group in groups)),
         "advantage_std": float(np.std(used)) if used else 0.0,
     }
+    if any(one.rollout.environment_reward is not None for one in seen):
+        calls = sum(one.rollout.calls for one in seen)
+        found["turns"] = float(np.mean([one.rollout.turns for one in seen]))
+        found["tool_calls"] = calls / len(seen)
+        found["failed_tool_calls"] = sum(one.rollout.flaws for one in seen) / max(calls, 1)
     names = {name for one in seen for name in one.judgement.terms}
     for name in sorted(names):
         values = [one.judgement.terms[name] for one in seen if name in one.judgement.terms]

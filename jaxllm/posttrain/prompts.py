@@ -7,7 +7,7 @@ that the data cursor of a checkpoint is the number of steps. Its batches are bla
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 from jaxllm.data import Batch, shuffle
 from jaxllm.data.dataset import ResumableDataset, shard_rows, shuffled_rows
 from jaxllm.files import DataError, digest
+from jaxllm.posttrain.environments.tool_environment import tool_instructions
+from jaxllm.posttrain.reasoning_gym_tasks import GYM, gym_prompts
 from jaxllm.text import ChatTemplate, Tokenizer
 
 ARITHMETIC = "arithmetic"
@@ -84,7 +86,7 @@ def blank_batch(rows: int, seq_len: int) -> Batch:
 
 
 def load_prompts(
-    name: str, tokenizer: Tokenizer, template: ChatTemplate | None, room: int
+    name: str, tokenizer: Tokenizer, template: ChatTemplate | None, room: int, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[tuple[Prompt, ...], str]:
     """Prompts by name, as tokens, and a line about them for a log.
 
@@ -92,18 +94,23 @@ def load_prompts(
         name: see ``PolicyRunConfig.prompts``.
         tokenizer, template: of the model.
         room: most tokens of a prompt.
+        tools: JSON schemas of functions that the policy may call; messages are rendered with them.
 
     Raises:
         DataError: there is no such file, or a record cannot be used; names file and row. A prompt that is too long is
             an error, since it would never be answered.
     """
-    kind, _, digits = name.partition(":")
-    records = arithmetic(digits or "1", asks=template is not None) if kind == ARITHMETIC else read_prompts(Path(name))
+    kind, _, argument = name.partition(":")
+    asks = template is not None
+    if kind == ARITHMETIC:
+        records = arithmetic(argument or "1", asks=asks)
+    else:
+        records = gym_prompts(argument, asks=asks) if kind == GYM and argument else read_prompts(Path(name))
     found = []
     for number, record in enumerate(records, 1):
         where = f"{name}:{number}"
         try:
-            text, ids = encode_prompt(record["prompt"], tokenizer, template)
+            text, ids = encode_prompt(record["prompt"], tokenizer, template, tools)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
         if len(ids) > room:
@@ -118,21 +125,27 @@ def load_prompts(
 
 
 def encode_prompt(
-    prompt: str | list[dict[str, Any]], tokenizer: Tokenizer, template: ChatTemplate | None
+    prompt: str | list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[str, tuple[int, ...]]:
-    """(text, tokens) of a prompt: messages through the chat template, a text as it is.
+    """(text, tokens) of a prompt: messages through the chat template, a text as ``LLM`` encodes it.
+
+    Where the template leaves tools out, a system message describes them.
 
     Raises:
         DataError: messages without a template, or an empty prompt.
     """
     if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt, bos=tokenizer.adds_bos)
-        text = prompt
+        text, ids = prompt, tokenizer.encode(prompt, bos=tokenizer.adds_bos, specials=True)
     elif template is None:
         raise DataError("the prompt is a list of messages, but the model has no chat template; give a text")
     else:
-        text = template.render(prompt, None, add_generation_prompt=True)
-        ids = tokenizer.encode(text, specials=True)
+        text, ids = template.encode(tokenizer, prompt, list(tools) or None)
+        if tools and text == template.render(prompt, None):
+            described = {"role": "system", "content": tool_instructions(tools)}
+            text, ids = template.encode(tokenizer, [described, *prompt])
     if len(ids) == 0:
         raise DataError("the prompt is empty")
     return text, tuple(int(i) for i in ids)
@@ -141,7 +154,7 @@ def encode_prompt(
 def read_prompts(file: Path) -> list[dict[str, Any]]:
     """Records of a JSONL file, each with a ``prompt``. Raises DataError naming file and row."""
     if not file.is_file():
-        raise DataError(f"{file}: there is no such file; prompts is arithmetic:DIGITS or a JSONL file")
+        raise DataError(f"{file}: there is no such file; prompts is arithmetic:DIGITS, gym:TASK or a JSONL file")
     found = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jaxllm.config import ConfigError, closest
+from jaxllm.posttrain.reasoning_gym_tasks import gym_score
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
 """``(prompt, completion, row) -> reward``; ``row`` has all fields of the prompt's record."""
@@ -45,6 +46,7 @@ REWARDS: dict[str, RewardFunction] = {
     "exact_answer": exact_answer,
     "last_number": last_number,
     "brevity": brevity,
+    "gym_score": gym_score,
 }
 """Bundled reward functions by name."""
 

@@ -55,14 +55,17 @@ def judged_group(
         seed: RNG seed of what is drawn.
     """
     rewards = np.array([one.reward for one in judgements])
-    lengths = np.array([len(one.tokens) for one in rollouts], np.float64)
+    lengths = np.array([sum(one.is_written) for one in rollouts], np.float64)
     if algorithm.overlong:
         rewards = rewards + overlong_penalty(lengths[None], largest, algorithm.overlong)[0]
     chosen = list(range(len(rollouts)))
     if algorithm.oversample > 1:
-        # Without tools the flaw of a completion is that it does not end.
-        flaws = np.array([float(one.finish != "stop") for one in rollouts]) + lengths / (1e3 * largest)
-        chosen = resample_on_correct(rewards, flaws, keep, np.random.default_rng(seed))
+        # Flaws are failed tool calls, as a share of all, and that a completion does not end.
+        failed = np.array([one.flaws / max(one.calls, 1) for one in rollouts])
+        cut = np.array([float(one.finish != "stop") for one in rollouts])
+        chosen = resample_on_correct(
+            rewards, failed + cut + lengths / (1e3 * largest), keep, np.random.default_rng(seed)
+        )
     return [Episode(rollouts[n], judgements[n], float(rewards[n])) for n in chosen]
 
 
@@ -85,8 +88,8 @@ def with_advantages(groups: list[list[Episode]], algorithm: Algorithm) -> list[l
 def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_len: int, largest: int) -> Batch:
     """Packed rows of episodes: completions are targets, with their advantages, old log-probabilities and weights.
 
-    Episodes without a reward are left out. Whole episodes are packed by best fit, so that long and short ones share
-    rows.
+    Of an episode with an environment only what the policy wrote is a target. Episodes without a reward are left out.
+    Whole episodes are packed by best fit, so that long and short ones share rows.
 
     Args:
         rows, seq_len: shape of the batch.
@@ -96,12 +99,12 @@ def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_
         DataError: they do not fit.
     """
     batch = blank_batch(rows, seq_len)
-    used = [one for one in episodes if np.isfinite(one.reward) and one.rollout.tokens]
+    used = [one for one in episodes if np.isfinite(one.reward) and any(one.rollout.is_written)]
     if not used:
         return batch
     widths = np.array([len(one.rollout.prompt.ids) + len(one.rollout.tokens) for one in used], np.int64)
     weights = token_weights(
-        np.array([len(one.rollout.tokens) for one in used], np.float64), algorithm.mean_over, largest
+        np.array([sum(one.rollout.is_written) for one in used], np.float64), algorithm.mean_over, largest
     )
     plan = pack_documents(np.cumsum(widths) - widths, widths, seq_len)
     if plan.rows > rows:
@@ -119,12 +122,13 @@ def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_
             rollout = used[number].rollout
             ids = np.array([*rollout.prompt.ids, *rollout.tokens], np.int32)
             here = slice(column, column + len(ids) - 1)
-            said = slice(here.stop - len(rollout.tokens), here.stop)
+            written = np.array(rollout.is_written)
+            said = np.arange(here.stop - len(rollout.tokens), here.stop)[written]
             batch.tokens[row, here], batch.segment_ids[row, here] = ids[:-1], segment
             batch.positions[row, here] = np.arange(len(ids) - 1)
-            batch.targets[row, said] = rollout.tokens
+            batch.targets[row, said] = np.array(rollout.tokens, np.int32)[written]
             batch.weights[row, said], batch.advantages[row, said] = weights[number], used[number].advantage
-            batch.old_logprobs[row, said] = rollout.logprobs
+            batch.old_logprobs[row, said] = np.array(rollout.logprobs, np.float32)[written]
             column = here.stop
     return batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxllm.files import cache_root
+from jaxllm.infer.engine import sequence as engine_sequence
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
@@ -20,15 +22,20 @@ from jaxllm.text import Tokenizer
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completion of a prompt.
+    """Completion of a prompt, or an episode of several turns with an environment.
 
     Attributes:
         prompt: what it completes.
-        tokens: generated tokens, the one that ended it included.
-        logprobs: log-probability of each.
+        tokens: tokens after the prompt: generated ones, the one that ended it included, and an environment's.
+        logprobs: log-probability of each; 0 for those of an environment.
         versions: version of the weights that sampled each: the step, counted from 1, that they were sampled for.
         text: the completion as text, without the end-of-text token.
-        finish: "stop" or "length".
+        finish: "stop" or "length"; of an episode also "turns", it had as many as it may, or "error".
+        written: whether the policy wrote each token; empty: all.
+        turns: turns of the policy.
+        calls, flaws: tool calls, and how many of them failed.
+        environment_reward: sum of the environment's rewards; None: there was no environment.
+        failure: why the environment failed; empty: it did not.
     """
 
     prompt: Prompt
@@ -37,6 +44,17 @@ class Rollout:
     versions: tuple[int, ...]
     text: str
     finish: str
+    written: tuple[bool, ...] = ()
+    turns: int = 1
+    calls: int = 0
+    flaws: int = 0
+    environment_reward: float | None = None
+    failure: str = ""
+
+    @property
+    def is_written(self) -> tuple[bool, ...]:
+        """Whether the policy wrote each token."""
+        return self.written or (True,) * len(self.tokens)
 
 
 class RolloutEngine:
@@ -82,28 +100,32 @@ class RolloutEngine:
             seed: RNG seed of the step; each completion has its own, which depends on the seed and its place alone.
         """
         requests = [
-            self.engine.submit(
-                prompt.ids,
-                SamplingParams(max_tokens=max_tokens, logprobs=0, n=count, seed=derived_seed(seed, place)),
-            )
+            (prompt.ids, SamplingParams(max_tokens=max_tokens, logprobs=0, n=count, seed=derived_seed(seed, place)))
             for place, prompt in enumerate(prompts)
         ]
-        while any(sequence.finish is None for request in requests for sequence in request.sequences):
-            self.engine.step()
         return [
             [
                 Rollout(
                     prompt,
-                    tuple(sequence.tokens[len(request.prompt) :]),
+                    tuple(sequence.tokens[len(prompt.ids) :]),
                     tuple(sequence.logprobs),
                     tuple(sequence.versions),
                     sequence.text,
                     str(sequence.finish),
                 )
-                for sequence in request.outputs
+                for sequence in sequences
             ]
-            for prompt, request in zip(prompts, requests, strict=True)
+            for prompt, sequences in zip(prompts, self.complete(requests), strict=True)
         ]
+
+    def complete(
+        self, requests: Sequence[tuple[Sequence[int], SamplingParams]]
+    ) -> list[list[engine_sequence.Sequence]]:
+        """Completions of prompts, each with its own parameters, once all have ended."""
+        running = [self.engine.submit(ids, params) for ids, params in requests]
+        while any(sequence.finish is None for request in running for sequence in request.sequences):
+            self.engine.step()
+        return [list(request.outputs) for request in running]
 
 
 def derived_seed(*parts: int) -> int:

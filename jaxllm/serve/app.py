@@ -16,7 +16,7 @@ import dataclasses
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from importlib import resources
 from typing import Any
@@ -28,13 +28,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxllm.infer.adapter_catalogue import AdapterNotFoundError, AdapterRevision
+from jaxllm.infer.start_progress import StartProgress
 from jaxllm.serve.adapter_routes import add_adapter_routes
 from jaxllm.serve.api import response_schemas as shapes
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.embeddings import embed
-from jaxllm.serve.api.errors import ApiError, dumps, validation_error
+from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.event_stream import ClientDisconnected, EventStream, cancel_on_disconnect
-from jaxllm.serve.api.prompt_encoding import encode_chat, encode_prompts, encode_text, render_chat
+from jaxllm.serve.api.logprobs import display_text, token_bytes
+from jaxllm.serve.api.prompt_encoding import encode_prompts, tokenize_request
 from jaxllm.serve.api.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -42,33 +44,30 @@ from jaxllm.serve.api.request_schemas import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from jaxllm.serve.api.route_support import EVENT_STREAM, RequestHandler, errors, json_response
 from jaxllm.serve.api.text_completions import TextCompletionHandler
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.batches.batch_routes import add_batch_routes
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.generation import RequestDispatcher
+from jaxllm.serve.messages.message_routes import add_message_routes
 from jaxllm.serve.middleware import RequestMiddleware, error_response
+from jaxllm.serve.responses.response_routes import add_response_routes
+from jaxllm.serve.scoring.scoring_routes import add_scoring_routes
 from jaxllm.serve.server_metrics import ServerMetrics
-
-_STATUS_TEXT = {
-    400: "The request is invalid.", 401: "The API key is missing or wrong.", 404: "The model or path does not exist.",
-    405: "The method is not supported.", 408: "The request took too long.", 413: "The body is too long.",
-    429: "The queue is full.", 503: "The engine is not ready.",
-}  # fmt: skip
-
-
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Error responses of a route for the OpenAPI schema: the given statuses, and those of every route."""
-    return {s: {"model": shapes.ErrorResponse, "description": _STATUS_TEXT[s]} for s in (400, 401, 405, 413, *statuses)}
-
+from jaxllm.serve.tracing import TracingMiddleware, make_provider
 
 # Content security policy of the chat page: inline code and this server only, never inside a frame.
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 )
-_INFERENCE_ERRORS = _errors(404, 408, 429, 503)
-_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_EVENT_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+GENERATING = (
+    *("ChatRequest", "CompletionRequest", "ResponseRequest", "InputTokensRequest"),
+    *("MessageRequest", "CountTokensRequest"),
+)
+"""Schemas of requests whose model may be an adapter or an effort policy."""
+_INFERENCE_ERRORS = errors(404, 408, 429, 503)
 
 
 class ApiService:
@@ -80,23 +79,38 @@ class ApiService:
         efforts: effort policies by model name.
         metrics: Prometheus metrics.
         dispatcher: passes requests to the engine; None until the engine is ready.
+        start: progress of loading the model and of compiling its programs, for ``/ready``.
         draining: the server is stopping and takes no new requests.
         failure: message for ``/health`` if the model could not be loaded.
+        when_open, when_closing: what routes do once the engine is ready, and before it is closed.
     """
 
     def __init__(self, config: ServeConfig):
         self.config, self.name = config, config.name or "model"
         self.efforts = dict(config.efforts)
-        self.metrics = ServerMetrics(self.name)
+        self.metrics = ServerMetrics(self.name, config.metrics_names)
         self.dispatcher: RequestDispatcher | None = None
+        self.start = StartProgress()
         self.draining = False
         self.failure: str | None = None
+        self.when_open: list[Callable[[], Awaitable[None]]] = []
+        self.when_closing: list[Callable[[], Awaitable[None]]] = []
         self._began = int(time.time())
 
     def open_for(self, backend: Backend) -> None:
         """Makes the server ready: from now on requests go to ``backend``."""
         self.metrics.attach(backend)
         self.dispatcher = RequestDispatcher(backend, self.config, self.metrics)
+
+    async def open_routes(self) -> None:
+        """Lets routes do what needs the engine; call it after ``open_for``."""
+        for opened in self.when_open:
+            await opened()
+
+    async def close_routes(self) -> None:
+        """Lets routes end what needs the engine, before it is closed."""
+        for closed in self.when_closing:
+            await closed()
 
     def ready(self) -> RequestDispatcher:
         """The dispatcher of a ready server.
@@ -108,6 +122,18 @@ class ApiService:
             why = "the server is stopping" if self.draining else "the model is still being loaded"
             raise ApiError(503, f"{why}; try again later.", code="not_ready", headers={"Retry-After": "5"})
         return self.dispatcher
+
+    def readiness(self) -> Response:
+        """Response of ``/ready``: what the server does, and how many of the engine's programs are loaded."""
+        done, total = self.start.programs
+        body = {"programs_done": done, "programs": total}
+        try:
+            self.ready()
+        except ApiError as error:
+            stage = "compiling" if self.start.stage == "ready" else self.start.stage
+            status = "stopping" if self.draining else stage if self.failure is None else "failed"
+            return json_response({"status": status, **body, **error.body()}, 503, error.headers)
+        return json_response({"status": "ready", **body})
 
     def check_model(self, name: str | None) -> AdapterRevision | None:
         """Adapter that a request's model name means, in its newest revision; None for the base and effort policies.
@@ -146,19 +172,29 @@ class ApiService:
             "created": self._began,
             "owned_by": "jaxllm",
             "max_model_len": self.ready().backend.max_len,
+            "sampling": dict(self.ready().backend.sampling),
         }
 
-    async def answer(
+    async def prepare(
         self,
-        request: Request,
         body: Any,
-        kind: Callable[..., ChatCompletionHandler | TextCompletionHandler],
+        kind: Callable[..., RequestHandler],
         prefix: str,
-    ) -> Response:
-        """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        record: dict[str, Any],
+    ) -> RequestHandler:
+        """Handler of a chat or text completion, whose jobs are checked and not yet admitted.
+
+        Args:
+            body: the request.
+            kind: handler class.
+            prefix: prefix of the response's id.
+            record: log record of the request.
+
+        Raises:
+            ApiError: the engine is not ready, there is no such model, or a field is illegal.
+        """
         dispatcher = self.ready()
         adapter, effort = self.check_model(body.model), self.efforts.get(body.model or "")
-        record = request.scope["jaxllm.record"]
         record.update({} if adapter is None else {"adapter": adapter.name, "revision": adapter.number})
         record.update({} if effort is None else {"effort": body.model})
         record.update({name: getattr(body, name, None) for name in ("user", "safety_identifier", "stream")})
@@ -174,11 +210,17 @@ class ApiService:
             dispatcher.check_effort(handler.jobs)
         if self.config.log_prompts:
             record["prompts"] = [dispatcher.backend.tokenizer.decode(job.prompt, specials=True) for job in handler.jobs]
-        release = dispatcher.admit(sum(job.sequences for job in handler.jobs))
+        return handler
+
+    async def answer(self, request: Request, body: Any, kind: Callable[..., RequestHandler], prefix: str) -> Response:
+        """Response to a chat or text completion, streamed or whole; ``prefix`` is that of the response's id."""
+        request.scope["jaxllm.request"] = body
+        handler = await self.prepare(body, kind, prefix, request.scope["jaxllm.record"])
+        release = self.ready().admit(sum(job.sequences for job in handler.jobs))
         if body.stream:
             return EventStream(handler.events(), self.config.write_seconds, release)
         try:
-            return _json(await cancel_on_disconnect(request.receive, handler.whole()))
+            return json_response(await cancel_on_disconnect(request.receive, handler.whole()))
         finally:
             release()
 
@@ -194,11 +236,16 @@ def create_app(
     service = app.state.service = ApiService(config)
     _add_error_handlers(app)
     _add_inference_routes(app, service)
+    add_batch_routes(app, service, add_response_routes(app, service))
+    add_message_routes(app, service)
+    add_scoring_routes(app, service)
     _add_status_routes(app, service)
     if config.adapter_dirs:
         add_adapter_routes(app, service)
     _add_page(app)
     app.add_middleware(RequestMiddleware, config=config)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TracingMiddleware, provider=make_provider(config.otlp_traces_endpoint))
     if config.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -207,19 +254,15 @@ def create_app(
     return app
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(dumps(value), status, media_type="application/json")
-
-
 def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
     @app.post(
-        "/v1/chat/completions", response_model=shapes.ChatCompletion, responses={**_EVENT_STREAM, **_INFERENCE_ERRORS}
+        "/v1/chat/completions", response_model=shapes.ChatCompletion, responses={**EVENT_STREAM, **_INFERENCE_ERRORS}
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Chat completion: the assistant's next message of a conversation."""
         return await service.answer(request, body, ChatCompletionHandler, "chatcmpl")
 
-    @app.post("/v1/completions", response_model=shapes.TextCompletion, responses={**_EVENT_STREAM, **_INFERENCE_ERRORS})
+    @app.post("/v1/completions", response_model=shapes.TextCompletion, responses={**EVENT_STREAM, **_INFERENCE_ERRORS})
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Text completion of one or several prompts."""
         return await service.answer(request, body, TextCompletionHandler, "cmpl")
@@ -229,80 +272,80 @@ def _add_inference_routes(app: FastAPI, service: ApiService) -> None:
         """Embeddings of one or several texts."""
         dispatcher = service.ready()
         service.check_base(body.model)
-        record = request.scope["jaxllm.record"]
+        record, request.scope["jaxllm.request"] = request.scope["jaxllm.record"], body
         record["user"] = body.user
-        prompts = await asyncio.to_thread(encode_prompts, dispatcher.backend.tokenizer, body.input, "input")
-        return _json(await cancel_on_disconnect(request.receive, embed(dispatcher, body, prompts, record)))
+        prompts = await asyncio.to_thread(
+            encode_prompts, dispatcher.backend.tokenizer, body.input, "input",
+            add_special_tokens=body.add_special_tokens, parse_special=body.parse_special,
+        )  # fmt: skip
+        return json_response(await cancel_on_disconnect(request.receive, embed(dispatcher, body, prompts, record)))
 
-    @app.post("/tokenize", response_model=shapes.Tokenized, responses=_errors(404, 503))
+    @app.post("/tokenize", response_model=shapes.Tokenized, responses=errors(404, 503))
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text or of a conversation."""
         backend = service.ready().backend
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages.", param="prompt")
-        if body.messages is not None:
-            text = await asyncio.to_thread(
-                render_chat, service.ready().chat_format, body.messages, variables=body.chat_template_kwargs,
-                generation_prompt=body.add_generation_prompt,
-            )  # fmt: skip
-            ids = await asyncio.to_thread(encode_chat, backend.tokenizer, text)
-        else:
-            ids = await asyncio.to_thread(encode_text, backend.tokenizer, body.prompt, begin=body.add_special_tokens)
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": backend.max_len})
+        ids = await asyncio.to_thread(tokenize_request, service.ready().chat_format, body)
+        out: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": backend.max_len}
+        if body.return_token_strs:
+            out["token_strs"] = [display_text(token_bytes(backend.tokenizer, token)) for token in ids]
+        return json_response(out)
 
-    @app.post("/detokenize", response_model=shapes.Detokenized, responses=_errors(404, 503))
+    @app.post("/detokenize", response_model=shapes.Detokenized, responses=errors(404, 503))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Text of token ids; special tokens are written by name."""
         tokenizer = service.ready().backend.tokenizer
         service.check_model(body.model)
         try:
-            return _json({"prompt": tokenizer.decode(body.tokens, specials=True)})
+            return json_response({"prompt": tokenizer.decode(body.tokens, specials=True)})
         except ValueError as error:
             raise ApiError(400, str(error), param="tokens") from None
 
 
 def _add_status_routes(app: FastAPI, service: ApiService) -> None:
-    @app.get("/v1/models", response_model=shapes.ModelList, responses=_errors(503))
+    @app.get("/v1/models", response_model=shapes.ModelList, responses=errors(503))
     async def models() -> Response:
         """List of models: the one that this server serves, and its adapters and effort policies, whose parent it is."""
         host = service.ready().backend.adapter_host
         names = [] if host is None else host.adapters.names
-        return _json({"object": "list", "data": [service.card(), *map(service.card, [*names, *service.efforts])]})
+        return json_response(
+            {"object": "list", "data": [service.card(), *map(service.card, [*names, *service.efforts])]}
+        )
 
-    @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=_errors(404, 503))
+    @app.get("/v1/models/{name:path}", response_model=shapes.ModelCard, responses=errors(404, 503))
     async def model(name: str) -> Response:
         """Model by name."""
         adapter = service.check_model(name)
-        return _json(service.card(name if adapter is not None or name in service.efforts else None))
+        return json_response(service.card(name if adapter is not None or name in service.efforts else None))
 
-    @app.get("/health", response_model=shapes.Status, responses=_errors(503))
+    @app.get("/health", response_model=shapes.Status, responses=errors(503))
     async def health() -> Response:
         """Liveness check: 200 while the process runs and loading has not failed."""
         if service.failure is not None:
             raise ApiError(503, service.failure, code="failed")
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
-    @app.get("/ready", response_model=shapes.Status, responses=_errors(503))
+    @app.get("/ready", response_model=shapes.Readiness, responses={**errors(), 503: {"model": shapes.Readiness}})
     async def ready() -> Response:
-        """Readiness check: 200 once all programs are loaded and until the server stops."""
-        service.ready()
-        return _json({"status": "ready"})
+        """Readiness check: 200 once the server answers requests and until it stops; says what it does meanwhile."""
+        return service.readiness()
 
-    @app.get("/version", response_model=shapes.Version, responses=_errors())
+    @app.get("/version", response_model=shapes.Version, responses=errors())
     async def version() -> Response:
         """Versions of jaxllm and jax."""
-        return _json({"version": app.version, "jax": importlib.metadata.version("jax")})
+        return json_response({"version": app.version, "jax": importlib.metadata.version("jax")})
 
-    @app.get("/config", response_model=shapes.Settings, responses=_errors(503))
+    @app.get("/config", response_model=shapes.Settings, responses=errors(503))
     async def settings() -> Response:
         """Effective settings: sizes, dtypes, devices, bytes of weights and cache; no keys."""
         backend = service.ready().backend
         own = {**dataclasses.asdict(service.config), "name": service.name}
         own |= {name: len(own[name]) for name in ("api_keys", "admin_keys")}
-        return _json({"server": own, "backend": await asyncio.to_thread(backend.describe)})
+        return json_response({"server": own, "backend": await asyncio.to_thread(backend.describe)})
 
-    @app.get("/metrics", response_class=PlainTextResponse, responses=_errors())
+    @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
         return Response(service.metrics.text(), media_type="text/plain")
@@ -320,11 +363,11 @@ def _add_page(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def not_legal(request: Request, error: RequestValidationError) -> Response:
-        return error_response(validation_error(list(error.errors()), error.body))
+        return error_response(validation_error(list(error.errors()), error.body), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
@@ -337,7 +380,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             )
         elif error.status_code == 405:
             message = f"{request.url.path[:200]} does not support the method {request.method[:20]}."
-        return error_response(ApiError(error.status_code, message, headers=error.headers))
+        return error_response(ApiError(error.status_code, message, headers=error.headers), request.url.path)
 
     @app.exception_handler(ClientDisconnected)
     async def gone(request: Request, error: ClientDisconnected) -> Response:
@@ -345,7 +388,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(ApiError(500, "internal error; the server's log has the details.", code="internal_error"))
+        message = "internal error; the server's log has the details."
+        return error_response(ApiError(500, message, code="internal_error"), request.url.path)
 
 
 def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
@@ -362,9 +406,12 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
             shapes.pop(foreign, None)
         host = None if service.dispatcher is None else service.dispatcher.backend.adapter_host
         names = [service.name, *([] if host is None else host.adapters.names), *service.efforts]
-        shapes["EmbeddingRequest"]["properties"]["model"] = {"enum": [service.name]}
-        for request in ("ChatRequest", "CompletionRequest"):
+        for request in ("EmbeddingRequest", "ScoreRequest", "RerankRequest", "PoolingRequest"):
+            shapes[request]["properties"]["model"] = {"enum": [service.name]}
+        for request in GENERATING:
             shapes[request]["properties"]["model"] = {"enum": names}
+        if service.config.batch_dir is not None:
+            shapes["Body_upload_file_v1_files_post"]["additionalProperties"] = False
         for request in ("TokenizeRequest", "DetokenizeRequest"):
             shapes[request]["properties"]["model"] = {"enum": [*names, None]}
         (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
@@ -379,9 +426,11 @@ def _adjust_openapi(app: FastAPI, service: ApiService) -> None:
 def _bound_by_backend(shapes: dict[str, Any], backend: Backend) -> None:
     """Bounds of fields that the model and its engine set."""
     _bound_tokens(shapes, backend.tokenizer.vocab_size)
+    shapes["MessageRequest"]["properties"]["max_tokens"]["maximum"] = backend.max_len - 1
     known = {("EmbeddingRequest", "dimensions"): [backend.embedding_dim, None]}
     if not backend.supports_priority:
-        known |= {(request, "priority"): [0, None] for request in ("ChatRequest", "CompletionRequest")}
+        prioritised = (request for request in GENERATING if "priority" in shapes[request]["properties"])
+        known |= {(request, "priority"): [0, None] for request in prioritised}
     for (request, field), values in known.items():
         described = shapes[request]["properties"][field]
         shapes[request]["properties"][field] = {"enum": values, "description": described["description"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,10 @@ from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.serve.api.errors import ApiError
+from jaxllm.serve.scoring.text_scorer import TextScorer
 from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
 from jaxllm.text import ChatTemplate, Tokenizer
 
@@ -58,6 +61,10 @@ class Backend(Protocol):
     """Elements of an embedding."""
     adapter_host: Engine | None
     """Engine that adapters are loaded into; None: it serves none."""
+    sampling: Mapping[str, float]
+    """Sampling parameters of requests that give none, by field of ``SamplingParams``."""
+    scorer: TextScorer | None
+    """Scores texts; None: the model only generates."""
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Checks a request without submitting it.
@@ -99,15 +106,26 @@ class EngineBackend:
         engine: engine that runs in its own thread.
         template: chat template of the model; None if it has none.
         embedder: computes embeddings.
+        sampling: sampling parameters of requests that give none.
+        scorer: scores texts; None: the model only generates.
     """
 
-    def __init__(self, engine: AsyncEngine, template: ChatTemplate | None, embedder: Embedder):
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        template: ChatTemplate | None,
+        embedder: Embedder,
+        sampling: Mapping[str, float] | None = None,
+        scorer: TextScorer | None = None,
+    ):
         assert engine.engine.tokenizer is not None
         self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
         self.max_len, self.max_sequences = self._engine.max_len, self._engine.config.max_sequences
         self.supports_priority = isinstance(self._engine.scheduler.policy_state.policy, Priority)
         self.embedding_dim = embedder.dim
+        self.sampling: Mapping[str, float] = dict(sampling or {})
+        self.scorer: TextScorer | None = scorer
         self.adapter_host = self._engine if self._engine.adapter_slots is not None else None
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -127,7 +145,13 @@ class EngineBackend:
         return self._async.stream(prompt, params, salt=salt, service=service, adapter=adapter)
 
     def embed(self, ids: Sequence[int], pooling: Pooling) -> np.ndarray:
-        """Embedding of a text, see ``Embedder``."""
+        """Embedding of a text, see ``Embedder``.
+
+        Raises:
+            ApiError: the engine spans several processes, which follow its steps and nothing else.
+        """
+        if spans_processes(self._engine.runner.mesh):
+            raise ApiError(400, "this server runs over several processes, which serve completions and no embeddings.")
         return self._embedder(ids, pooling)
 
     def load(self) -> EngineLoad:

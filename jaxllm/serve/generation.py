@@ -55,17 +55,19 @@ class GenerationJob:
 
 @dataclass
 class Usage:
-    """Token counts of a request: its prompts, and its completions."""
+    """Token counts of a request: its prompts, what the prefix cache had of them, and its completions."""
 
     prompt: int = 0
     completion: int = 0
+    cached: int = 0
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """The counts as OpenAI's ``usage`` object."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
@@ -124,8 +126,7 @@ class RequestDispatcher:
             try:
                 self.backend.check(job.prompt, job.params)
             except (ValueError, ImportError) as error:
-                param = job.grammar_field if str(error).startswith("grammar") else None
-                raise ApiError(400, str(error), param=param) from None
+                raise ApiError(400, str(error), param=_field_of(str(error), job, prompt_field)) from None
 
     def check_effort(self, jobs: Sequence[GenerationJob]) -> None:
         """Checks jobs of an effort policy before admission.
@@ -183,6 +184,7 @@ class RequestDispatcher:
         timer = self.metrics.start_request(usage.prompt)
         seconds = self.config.request_seconds
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        cached = dict[int, int]()
         try:
             async with contextlib.aclosing(
                 self._one(jobs[0], usage) if len(jobs) == 1 else self._merged(jobs, usage)
@@ -194,6 +196,8 @@ class RequestDispatcher:
                         break
                     number, output = found
                     usage.completion += len(output.tokens)
+                    cached[number] = output.request.cached_tokens
+                    usage.cached = sum(cached.values())
                     timer.output((number, output.number), len(output.tokens), output.finish)
                     if output.finish == "error" and output.request.failure:
                         raise ApiError(400, output.request.failure, param="model", code="adapter_unreadable")
@@ -214,6 +218,8 @@ class RequestDispatcher:
             raise ApiError(400, str(error)) from None
         finally:
             timer.close()
+            if timer.first_token is not None:
+                record["first_token_seconds"] = round(timer.first_token, 6)
             record.update(prompt_tokens=usage.prompt, completion_tokens=usage.completion, finish=timer.ended)
 
     async def _one(self, job: GenerationJob, usage: Usage) -> AsyncGenerator[tuple[int, OutputDelta], None]:
@@ -260,3 +266,12 @@ class RequestDispatcher:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _field_of(message: str, job: GenerationJob, prompt_field: str) -> str | None:
+    """Request field that the engine's error begins with, where it begins with a parameter."""
+    word = message.replace(":", " ").split(" ")[0]
+    known = {"grammar": job.grammar_field, "stop_ids": "stop_token_ids", "allowed_tokens": "allowed_token_ids"}
+    if message.startswith("a prompt"):
+        return prompt_field
+    return known.get(word, word if word in SamplingParams.__dataclass_fields__ else None)

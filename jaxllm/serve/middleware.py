@@ -16,20 +16,43 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.serve.api.errors import ApiError, dumps
+from jaxllm.serve.api.event_stream import note_error
 from jaxllm.serve.config import ServeConfig
 
 PUBLIC_PATHS = ("/", "/health", "/ready", "/version", "/openapi.json")
 """Paths that need no API key."""
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/rollback_lora_adapter")
 """Paths that need one of ``ServeConfig.admin_keys``."""
+PROBE_PATHS = ("/health", "/ready", "/metrics")
+"""Paths that probes ask again and again; their requests are logged at debug level."""
+UPLOAD_PATH = "/v1/files"
+"""Path whose bodies are files, of ``ServeConfig.max_file`` bytes and what a form adds."""
+_FORM_BYTES, _UPLOAD_TIME = 4096, 10
 MAX_HEADERS = 32 * 1024
 _LOG = logging.getLogger("jaxllm.serve")
 _ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}\Z")
 
 
-def error_response(error: ApiError) -> Response:
-    """JSON response of an API error."""
-    return Response(dumps(error.body()), error.status, {**error.headers}, "application/json")
+class LoggedErrorResponse(Response):
+    """JSON response that writes the reason of the error to the request's log record.
+
+    Args:
+        error: the error.
+        path: path of the request, which the shape of the body depends on.
+    """
+
+    def __init__(self, error: ApiError, path: str):
+        super().__init__(dumps(error.body_for(path)), error.status, {**error.headers}, "application/json")
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: ApiError, path: str) -> Response:
+    """JSON response of an API error, in the shape of the API that the path belongs to."""
+    return LoggedErrorResponse(error, path)
 
 
 class RequestMiddleware:
@@ -74,14 +97,15 @@ class RequestMiddleware:
                 self._check(scope, headers, record)
                 receive = await self._body(scope, receive)
             except ApiError as error:
-                await error_response(error)(scope, receive, reply)
+                await error_response(error, scope["path"])(scope, receive, reply)
                 return
             await self._app(scope, receive, reply)
         finally:
             record["seconds"] = round(time.perf_counter() - began, 6)
             if (client := scope.get("client")) is not None:
                 record["client"] = client[0]
-            _LOG.info(json.dumps(record))
+            probe = scope["path"] in PROBE_PATHS and scope["method"] in ("GET", "HEAD")
+            _LOG.log(logging.DEBUG if probe else logging.INFO, json.dumps(record))
 
     def _check(self, scope: Scope, headers: dict[bytes, list[bytes]], record: dict[str, Any]) -> None:
         """Checks headers, HTTP version, API key and announced length, before the body is read.
@@ -102,30 +126,44 @@ class RequestMiddleware:
                 raise ApiError(
                     403, "this server loads no adapters on request; start it with --admin-key-file.", code="forbidden"
                 )
-            record["admin_key"] = self._key(headers.get(b"authorization", ()), self._admin_keys)
+            record["admin_key"] = self._key(headers, self._admin_keys)
         elif scope["path"] not in PUBLIC_PATHS and self._keys and scope["method"] != "OPTIONS":
-            record["key"] = self._key(headers.get(b"authorization", ()), self._keys)
+            record["key"] = self._key(headers, self._keys)
         length = headers.get(b"content-length", [b"0"])[0]
-        if not length.isdigit() or int(length) > self._config.max_body:
-            raise self._too_long()
+        if not length.isdigit() or int(length) > self._limits(scope)[0]:
+            raise self._too_long(scope)
 
-    def _key(self, given: Any, keys: list[bytes]) -> int:
-        """Index of a request's API key. All keys are compared, each in constant time, so timing reveals nothing."""
+    def _key(self, headers: dict[bytes, list[bytes]], keys: list[bytes]) -> int:
+        """Index of a request's API key, of ``Authorization: Bearer KEY``, or without that of ``x-api-key: KEY``.
+
+        All keys are compared, each in constant time, so timing reveals nothing.
+        """
+        given, bare = headers.get(b"authorization", []), headers.get(b"x-api-key", [])
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if not given and len(bare) == 1:
+            scheme, key = b"bearer", bare[0]
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, own) for own in keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,
-                "this server needs an API key: Authorization: Bearer KEY." if not given else "the API key is wrong.",
+                "the API key is wrong."
+                if given or bare
+                else "this server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return matches.index(True)
 
-    def _too_long(self) -> ApiError:
+    def _limits(self, scope: Scope) -> tuple[int, float]:
+        """(maximum bytes of a request's body, seconds in which it must arrive)."""
+        if scope["path"] == UPLOAD_PATH:
+            return self._config.max_file + _FORM_BYTES, _UPLOAD_TIME * self._config.body_seconds
+        return self._config.max_body, self._config.body_seconds
+
+    def _too_long(self, scope: Scope) -> ApiError:
         return ApiError(
-            413, f"the request's body is too long; at most {self._config.max_body:,} bytes.",
+            413, f"the request's body is too long; at most {self._limits(scope)[0]:,} bytes.",
             headers={"Connection": "close"},
         )  # fmt: skip
 
@@ -139,8 +177,9 @@ class RequestMiddleware:
             return receive
         parts: list[bytes] = []
         total, more = 0, True
+        most, seconds = self._limits(scope)
         try:
-            async with asyncio.timeout(self._config.body_seconds):
+            async with asyncio.timeout(seconds):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -148,11 +187,11 @@ class RequestMiddleware:
                     parts.append(message.get("body", b""))
                     total += len(parts[-1])
                     more = message.get("more_body", False)
-                    if total > self._config.max_body:
-                        raise self._too_long()
+                    if total > most:
+                        raise self._too_long(scope)
         except TimeoutError:
             raise ApiError(
-                408, f"the request's body did not arrive within {self._config.body_seconds} s.",
+                408, f"the request's body did not arrive within {seconds} s.",
                 headers={"Connection": "close"},
             ) from None  # fmt: skip
         whole = iter([{"type": "http.request", "body": b"".join(parts), "more_body": False}])

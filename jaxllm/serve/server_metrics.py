@@ -1,14 +1,17 @@
-"""Prometheus metrics of the server, under vLLM's names with the prefix ``jaxllm:``."""
+"""Prometheus metrics of the server with the prefix ``jaxllm:``, and on request under vLLM's names too."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.config import MetricsNames
+from jaxllm.serve.vllm_metrics import vllm_families
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
@@ -28,10 +31,11 @@ class ServerMetrics:
 
     Args:
         name: name of the model, the label ``model_name``.
+        names: "vllm": metrics that vLLM has are exported under its names too.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, names: MetricsNames = "jaxllm"):
+        self.name, self._names = name, names
         self.registry = CollectorRegistry()
         self._backend: Backend | None = None
 
@@ -100,7 +104,12 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        own = generate_latest(self.registry)
+        if self._names == "jaxllm":
+            return own
+        others = CollectorRegistry()
+        others.register(_Collected(vllm_families(self.registry.collect(), PREFIX)))  # type: ignore[arg-type]
+        return own + generate_latest(others)
 
     def start_request(self, prompt_tokens: int) -> RequestTimer:
         """Starts the timer of a request; the caller closes it."""
@@ -111,11 +120,23 @@ class ServerMetrics:
         self._ended.labels(self.name, reason).inc()
 
 
+class _Collected:
+    """Collector of families that are collected already."""
+
+    def __init__(self, families: Iterable[Any]):
+        self._families = list(families)
+
+    def collect(self) -> list[Any]:
+        """The families."""
+        return self._families
+
+
 class RequestTimer:
     """Measures one request for the latency histograms.
 
     Attributes:
         ended: finish reason: "stop", "length", "timeout", "error", or "abort" if the client has disconnected.
+        first_token: seconds to the first token; None before it.
     """
 
     def __init__(self, metrics: ServerMetrics, prompt_tokens: int):
@@ -123,6 +144,7 @@ class RequestTimer:
         self._began = time.perf_counter()
         self._last: dict[Any, float] = {}
         self.ended = "abort"
+        self.first_token: float | None = None
         metrics.open_requests.inc()
 
     def output(self, sequence: Any, tokens: int, finish: str | None) -> None:
@@ -132,7 +154,8 @@ class RequestTimer:
             before = self._last.get(sequence)
             if before is None:
                 if not self._last:
-                    self._metrics.first_token.observe(now - self._began)
+                    self.first_token = now - self._began
+                    self._metrics.first_token.observe(self.first_token)
             else:
                 self._metrics.inter_token.observe((now - before) / tokens)
             self._last[sequence] = now

@@ -40,6 +40,8 @@ class Deployment:
         calibration: attained shares of the data sheet's rates.
         launch: seconds that an operation takes beside its work; None: the platform's.
         copies: clusters of this kind, all behind one router.
+        host_seconds: seconds of a step in which the devices wait for the engine's host; 0 for an engine that runs a
+            step ahead, as this one.
     """
 
     model: DecoderConfig
@@ -51,6 +53,7 @@ class Deployment:
     calibration: Calibration = DEFAULT
     launch: float | None = None
     copies: int = 1
+    host_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if any(size < 1 for _, size in self.mesh.axes):

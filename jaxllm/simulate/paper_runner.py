@@ -63,16 +63,18 @@ class StepTimer:
     Args:
         model: step-time model.
         samples: rows of a step whose logits are computed; at most the rows of the step.
+        host: seconds in which the devices wait for the host; counted as launches.
     """
 
-    def __init__(self, model: ServingStepModel, samples: int):
-        self.model, self.samples = model, samples
+    def __init__(self, model: ServingStepModel, samples: int, host: float = 0.0):
+        self.model, self.samples, self.host = model, samples, StepCost(launch=host)
 
     def __call__(self, batches: list[BatchWork], shape: StepShape, passes: int) -> StepCost:
         """Cost of a step."""
         if passes > 1:
             batches = [BatchWork(one.starts + (passes - 1) / 2, one.counts) for one in batches]
-        return self.model.step(batches, shape.tokens, min(shape.tokens, self.samples) * shape.rows) * passes
+        cost = self.model.step(batches, shape.tokens, min(shape.tokens, self.samples) * shape.rows) * passes
+        return cost + self.host
 
 
 class PaperRunner:

@@ -118,7 +118,8 @@ class SimulatedEngine:
         model, config = deployment.step_model, deployment.engine
         page_bytes = [model.group_token_bytes(group) * deployment.spec.page_size for group in range(len(model.groups))]
         host = tuple(size / model.hardware.host for size in page_bytes)
-        self.runner = PaperRunner(deployment.spec, config, clock or StepTimer(model, config.max_sequences), host)
+        timer = StepTimer(model, config.max_sequences, deployment.host_seconds)
+        self.runner = PaperRunner(deployment.spec, config, clock or timer, host)
         self.engine = Engine(self.runner, config, LARGEST_TOKEN, policy=policy, clock=lambda: self.runner.now)
         self.active: dict[int, SimulatedRequest] = {}
         self.held: list[SimulatedRequest] = []  # active ones, and those that ended after the last look

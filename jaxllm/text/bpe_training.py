@@ -49,7 +49,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, where: str) -> HFTokeniz
     library.train_from_iterator(iter(texts), trainer)
     reached = library.get_vocab_size()
     if reached != vocab_size:
-        raise DataError(f"{where}: the corpus has merges for {reached} tokens only; use 'bpe:{reached}' or 'byte'")
+        raise DataError(
+            f"{where}: the text is too short for 'bpe:{vocab_size}': the corpus has merges for {reached} tokens only; "
+            f"use 'bpe:{reached}' or 'byte', or give more text"
+        )
     return HFTokenizer(library.to_str(), bos=ByteTokenizer.BOS, eos=ByteTokenizer.EOS, where=f"bpe:{vocab_size}")
 
 

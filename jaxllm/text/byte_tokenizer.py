@@ -1,7 +1,7 @@
 """Byte tokenizer: every UTF-8 byte is a token. Needs no training and encodes any text."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -42,6 +42,12 @@ class ByteTokenizer(Tokenizer):
         names = {name: np.array([index], np.int32) for index, name in self.special_names.items()}
         pieces = (_SPECIAL.split(text) for text in texts)
         return [np.concatenate([names[one] if one in names else self._ids([one])[0] for one in row]) for row in pieces]
+
+    def _content_ids(self, text: str, content: Collection[int]) -> np.ndarray:
+        back = {ord(mark): char for char, mark in self._content_marks.items()}
+        ids = {name: np.array([index], np.int32) for index, name in self.special_names.items()}
+        parts = _SPECIAL.split(self._with_marks(text, content))
+        return np.concatenate([ids[one] if one in ids else self._ids([one.translate(back)])[0] for one in parts])
 
     @cached_property
     def token_bytes(self) -> list[bytes]:

@@ -6,7 +6,7 @@ SentencePiece ones (Llama 2, Mistral, Gemma, Phi-3) spell a space as U+2581 and 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ KNOWN_BOS_EOS = (
 # Bytes that never occur in UTF-8 text, so a vocabulary may lack them.
 NEVER_IN_UTF8 = frozenset([0xC0, 0xC1, *range(0xF5, 0x100)])
 
+# Tokens spelt like special ones that a file does not mark as such: DeepSeek's have full-width bars.
+_CONTROL_NAME = re.compile("<[|\uff5c].+[|\uff5c]>", re.DOTALL)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -72,6 +74,7 @@ class HFTokenizer(Tokenizer):
             self._kind = self._json["model"].get("type", "BPE")
             self._begins = _prepends_to_each_part(self._json)
             plain, self._renamed = _for_plain_text(self._json)
+            self._unmarked = _unmarked_control_names(self._json)
             self._plain = _library(definition if plain is self._json else json.dumps(plain))
             self._plain.encode_special_tokens = True  # names of special tokens in a document are encoded as text
         except Exception as error:  # the tokenizers library raises bare Exception
@@ -79,6 +82,7 @@ class HFTokenizer(Tokenizer):
         self._byte_level, self.prefix_space = self._read_decoder()
         self.kind = "byte-level BPE" if self._byte_level else f"SentencePiece {self._kind}"
         self._added = self._plain.get_added_tokens_decoder()
+        self._specials = {i for i, one in self._added.items() if one.special and self._name(one) not in self._unmarked}
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
         self._vocabulary = {self._renamed.get(token, token): index for token, index in vocabulary.items()}
         self.vocab_size = max(self._vocabulary.values()) + 1
@@ -122,6 +126,9 @@ class HFTokenizer(Tokenizer):
         """Ids of the tokens that end generation."""
         return self._stop_ids
 
+    def _name(self, added: tokenizers.AddedToken) -> str:
+        return self._renamed.get(added.content, added.content)
+
     def _special(self, name: str | None) -> int | None:
         if name is None:
             return None
@@ -158,6 +165,23 @@ class HFTokenizer(Tokenizer):
     @cached_property
     def _marked(self) -> tokenizers.Tokenizer:
         return _library(self._definition)
+
+    def _content_ids(self, text: str, content: Collection[int]) -> np.ndarray:
+        library, ids_here = self._content_library
+        marked = self._with_marks(text, content)
+        if self._absent:
+            self._refuse_absent_bytes([text])
+        ids = np.array(library.encode(marked, add_special_tokens=False).ids, np.int32)
+        if self._unknown_id is not None:
+            self._refuse_unknown(library, [marked], [ids])
+        return np.array([ids_here.get(one, one) for one in ids.tolist()], np.int32)
+
+    @cached_property
+    def _content_library(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """Library that encodes marked text, and ids of the control tokens by their ids there."""
+        library = _library(json.dumps(_for_marked_text(self._json, self.control_names, self._content_marks)))
+        found = {name: library.token_to_id(name) for name in self.control_names}
+        return library, {there: self._vocabulary[name] for name, there in found.items() if there is not None}
 
     def _encoded(self, library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
         if self._absent:
@@ -220,8 +244,8 @@ class HFTokenizer(Tokenizer):
         for token, index in self._vocabulary.items():
             table[index] = spelt(token)
         for index, added in self._added.items():
-            plain = added.content if self._byte_level else added.content.replace(SPACE, " ")
-            table[index] = b"" if added.special else plain.encode()
+            plain = self._name(added) if self._byte_level else self._name(added).replace(SPACE, " ")
+            table[index] = b"" if index in self._specials else plain.encode()
         return table
 
     @cached_property
@@ -239,17 +263,20 @@ class HFTokenizer(Tokenizer):
     @cached_property
     def special_names(self) -> dict[int, str]:
         """Names of the special tokens by id."""
-        named = self._renamed
-        return {index: named.get(added.content, added.content) for index, added in self._added.items() if added.special}
+        return {index: self._name(self._added[index]) for index in sorted(self._specials)}
+
+    @cached_property
+    def control_names(self) -> frozenset[str]:
+        """Names of the special tokens, and of tokens spelt like them."""
+        return frozenset(self.special_names.values()) | self._unmarked
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash over everything that determines the ids."""
         model = self._json["model"]
-        added = sorted(
-            (index, self.special_names.get(index, one.content), one.special) for index, one in self._added.items()
-        )
+        added = sorted((index, self._name(one), index in self._specials) for index, one in self._added.items())
         rules = [self._json.get("normalizer"), self._json.get("pre_tokenizer")]
+        rules += [sorted(self._unmarked)] if self._unmarked else []
         if self._byte_level:
             merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
             return digest(["bpe", 1, model["vocab"], merges, added, rules, self._bos, self._eos])
@@ -280,14 +307,46 @@ def _for_plain_text(definition: dict[str, Any]) -> tuple[dict[str, Any], dict[st
     space there, which no other token has, because every kind of vocabulary spells spaces as another character. A
     normalizer that prepends a space to every part between added tokens is replaced: callers prepend it once.
     """
-    model = definition["model"]
+    model, unmarked = definition["model"], _unmarked_control_names(definition)
+    names = {one["content"] for one in definition.get("added_tokens", []) if one["special"]} | unmarked
+    changed, new = _without_pieces(model, names)
+    prepends = _prepends_to_each_part(definition)
+    if not new and not prepends and not unmarked:
+        return definition, {}
+    added = [
+        {**one, "content": new.get(one["content"], one["content"]), "special": one["content"] in names}
+        for one in definition["added_tokens"]
+    ]
+    plain = {**definition, "model": changed, "added_tokens": added, "post_processor": None}
+    if prepends:
+        plain["normalizer"] = prefixed_spaces(prefix=False)
+    return plain, {renamed: name for name, renamed in new.items()}
+
+
+def _for_marked_text(definition: dict[str, Any], names: Collection[str], marks: Mapping[str, str]) -> dict[str, Any]:
+    """Definition that encodes text whose content is marked: control tokens are matched first, then marks are undone.
+
+    Pieces of the model's vocabulary do not become control tokens either. That takes their ids from control tokens that
+    are pieces; the library gives them others.
+    """
+    model, _ = _without_pieces(definition["model"], names)
+    added = [
+        {**one, "normalized": False} if one["content"] in names else one for one in definition.get("added_tokens", [])
+    ]
+    steps = [{"type": "Replace", "pattern": {"String": mark}, "content": char} for char, mark in marks.items()]
+    if definition.get("normalizer"):
+        steps.append(definition["normalizer"])
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    return {**definition, "model": model, "added_tokens": added, "normalizer": normalizer, "post_processor": None}
+
+
+def _without_pieces(model: dict[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The model without these pieces, whose names get a leading space; and the new names of those that it has."""
     listed = isinstance(model["vocab"], list)
     pieces = {piece for piece, _ in model["vocab"]} if listed else model["vocab"].keys()
-    new = {one["content"] for one in definition.get("added_tokens", []) if one["special"]} & pieces
-    prepends = _prepends_to_each_part(definition)
-    if not new and not prepends:
-        return definition, {}
-    new = {name: f" {name}" for name in new}
+    new = {name: f" {name}" for name in names if name in pieces}
+    if not new:
+        return model, {}
     changed = dict(model)
     if listed:
         changed["vocab"] = [[new.get(piece, piece), score] for piece, score in model["vocab"]]
@@ -297,11 +356,13 @@ def _for_plain_text(definition: dict[str, Any]) -> tuple[dict[str, Any], dict[st
         changed["merges"] = [pair for pair in pairs if not new.keys() & {pair[0], pair[1], pair[0] + pair[1]}]
         if model.get("unk_token"):
             changed["unk_token"] = new.get(model["unk_token"], model["unk_token"])
-    added = [{**one, "content": new.get(one["content"], one["content"])} for one in definition["added_tokens"]]
-    plain = {**definition, "model": changed, "added_tokens": added, "post_processor": None}
-    if prepends:
-        plain["normalizer"] = prefixed_spaces(prefix=False)
-    return plain, {renamed: name for name, renamed in new.items()}
+    return changed, new
+
+
+def _unmarked_control_names(definition: dict[str, Any]) -> frozenset[str]:
+    """Names of added tokens that are spelt like special ones and are not marked as special."""
+    added = definition.get("added_tokens", [])
+    return frozenset(one["content"] for one in added if not one["special"] and _CONTROL_NAME.fullmatch(one["content"]))
 
 
 def _prepends_to_each_part(definition: dict[str, Any]) -> bool:

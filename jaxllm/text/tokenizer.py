@@ -1,13 +1,14 @@
 """Tokenizer interface, and streaming decoding of token ids to text.
 
 Every tokenizer knows the bytes of each token (`token_bytes`), which makes streaming decoding and bits per byte exact.
-Special tokens have no bytes, and text never encodes to them: `"<|eos|>"` in a document is seven characters. Only
-rendered chat templates are encoded with `specials=True`, where the name of a special token is that token.
+Special tokens have no bytes, and text never encodes to them: `"<|eos|>"` in a document is seven characters. Prompts and
+rendered chat templates are encoded with `specials=True`, where the name of a special token is that token; in the
+content of a conversation it is text (`encode_with_content`).
 """
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import SupportsInt
@@ -16,6 +17,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.files import DataError
+
+MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0xE000, 0xE100))))
+"""Characters that stand for characters of content while a conversation is encoded: noncharacters first."""
 
 
 class Tokenizer(ABC):
@@ -54,6 +58,15 @@ class Tokenizer(ABC):
     def special_names(self) -> dict[int, str]:
         """Names of the special tokens by id."""
 
+    @abstractmethod
+    def _content_ids(self, text: str, content: Collection[int]) -> np.ndarray:
+        """Token ids (int32) of a text; see `encode_with_content`."""
+
+    @cached_property
+    def control_names(self) -> frozenset[str]:
+        """Names of control tokens, which content must not become: here, those of the special tokens."""
+        return frozenset(self.special_names.values())
+
     @cached_property
     @abstractmethod
     def fingerprint(self) -> str:
@@ -82,7 +95,7 @@ class Tokenizer(ABC):
             text: text to encode.
             bos: prepend `start_id`.
             eos: append `eos_id`.
-            specials: encode names of special tokens as those tokens, for rendered chat templates.
+            specials: encode names of special tokens as those tokens, for prompts and rendered chat templates.
 
         Raises:
             DataError: the text is not valid Unicode (a lone surrogate), or the vocabulary cannot spell it.
@@ -94,10 +107,7 @@ class Tokenizer(ABC):
     ) -> list[np.ndarray]:
         """Encodes many texts like `encode`, in parallel where the tokenizer can."""
         for index, text in enumerate(texts):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise DataError(f"text {index} is not valid Unicode: {error}") from None
+            _check_unicode(index, text)
         head = [self.start_id] if bos and self.start_id is not None else []
         tail = [self.eos_id] if eos and self.eos_id is not None else []
         ids = self._marked_ids(texts) if specials else self._ids(texts)
@@ -105,6 +115,37 @@ class Tokenizer(ABC):
             return ids
         start, end = np.array(head, np.int32), np.array(tail, np.int32)
         return [np.concatenate([start, one, end]) for one in ids]
+
+    def encode_with_content(self, text: str, content: Collection[int]) -> Int[np.ndarray, " tokens"]:
+        """Encodes a rendered chat template like `encode` with `specials`, but no control token has a part in content.
+
+        Args:
+            text: rendered text.
+            content: positions of characters of content, at least one of each name that content has a part in, and each
+                the first or the last character of some control token's name.
+
+        Raises:
+            DataError: see `encode`; or the text has one of the noncharacters that stand for these characters meanwhile.
+        """
+        _check_unicode(0, text)
+        if unusable := set(text) & set(self._content_marks.values()):
+            raise DataError(f"the text has U+{ord(min(unusable)):04X}, a noncharacter, beside a control token's name")
+        return self._content_ids(text, content)
+
+    @cached_property
+    def _content_marks(self) -> dict[str, str]:
+        """Characters that stand for the first and last characters of control tokens' names, by these."""
+        edges = sorted({name[at] for name in self.control_names if name for at in (0, -1)})
+        if len(edges) > len(MARKS):
+            raise DataError(f"control tokens' names begin and end with {len(edges)} characters; at most {len(MARKS)}")
+        return dict(zip(edges, MARKS, strict=False))
+
+    def _with_marks(self, text: str, content: Collection[int]) -> str:
+        """The text with the characters at these positions replaced by their marks."""
+        marked = list(text)
+        for place in content:
+            marked[place] = self._content_marks[text[place]]
+        return "".join(marked)
 
     def decode_bytes(self, ids: Iterable[SupportsInt], *, specials: bool = False) -> bytes:
         """Bytes of `ids`; `specials` includes the names of special tokens, which are omitted otherwise.
@@ -124,6 +165,14 @@ class Tokenizer(ABC):
         raw = self.decode_bytes(ids, specials=specials)
         return (raw.removeprefix(b" ") if self.prefix_space else raw).decode("utf-8", errors="replace")
 
+    def prompt_text(self, ids: Sequence[int]) -> str:
+        """Text of a prompt, for an echo: names of special tokens are part of it, but not of the one that begins it."""
+        return self.decode(ids[1:] if self.is_begun(ids) else ids, specials=True)
+
+    def is_begun(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt begins with the token that begins a document, where that is put before every text."""
+        return len(ids) > 0 and ids[0] == self.start_id and (self.adds_bos or len(ids) == 1)
+
     @cached_property
     def token_lengths(self) -> Int[np.ndarray, " V"]:
         """Bytes per token, int32 [V]: `token_lengths[targets].sum()` bytes are covered by a loss over `targets`."""
@@ -135,6 +184,13 @@ class Tokenizer(ABC):
             self.special_names[index].encode() if index in self.special_names else plain
             for index, plain in enumerate(self.token_bytes)
         ]
+
+
+def _check_unicode(index: int, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"text {index} is not valid Unicode: {error}") from None
 
 
 class StreamDecoder:

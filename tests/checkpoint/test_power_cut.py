@@ -12,7 +12,7 @@ from jaxllm import files
 from jaxllm.checkpoint import CheckpointConfig, Checkpointer, checkpoint_writer
 from jaxllm.data.token_files import open_tokens, write_tokens
 from jaxllm.files import DataError
-from jaxllm.infer.runner import program_cache
+from jaxllm.infer.runner import executable_signature
 from jaxllm.text import ByteTokenizer
 from tests import environment
 from tests.power_cut import PowerCut, write_tree
@@ -106,7 +106,7 @@ def test_the_signing_key_is_never_a_part(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(home))
     cut = PowerCut(home, environment.seed())
     with cut.recording():
-        key = program_cache._signing_key()
+        key = executable_signature.signing_key()
     assert len(key) == 32
     assert {tree.get("engine.key", key) for tree, _ in cut.states} == {key}
     assert any("engine.key" in tree for tree, _ in cut.states)
@@ -116,7 +116,7 @@ def test_a_damaged_signing_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
     (tmp_path / "engine.key").touch(mode=0o600)
     with pytest.raises(PermissionError, match="0 bytes instead of 32"):
-        program_cache._signing_key()
+        executable_signature.signing_key()
 
 
 def test_the_record_sees_what_is_lost(tmp_path: Path):

@@ -184,7 +184,10 @@ def test_names_that_are_not_legal(monkeypatch):
         ({"source": "a.txt", "heldout": "a.jsonl"}, "held-out files are jsonl, the source is text"),
         ({"source": "a.txt", "tokenizer": "bpe:many"}, "to train one give 'bpe:SIZE'"),
         ({"source": "a.txt", "tokenizer": "bytes"}, "bytes: no tokenizer here; legal: 'byte', 'bpe:SIZE'"),
-        ({"source": "a.txt", "tokenizer": "bpe:4000"}, r"a.txt: the corpus has merges for \d+ tokens only"),
+        (
+            {"source": "a.txt", "tokenizer": "bpe:4000"},
+            r"a.txt: the text is too short for 'bpe:4000': the corpus has merges for \d+ tokens only",
+        ),
         ({"source": "shakespear"}, "shakespear: no such file; legal: a file, or 'shakespeare'"),
         ({"source": "empty.txt"}, "empty.txt: is empty"),
         ({"source": "broken.jsonl"}, "broken.jsonl:2: not valid JSON"),

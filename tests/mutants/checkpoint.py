@@ -118,14 +118,14 @@ MUTANTS = [
     ),
     Mutant(
         "signing_key_is_not_synced",
-        "jaxllm/infer/runner/program_cache.py",
+        "jaxllm/infer/runner/executable_signature.py",
         "        sync(part)\n",
         "",
         (f"{CUT}::test_the_signing_key_is_never_a_part",),
     ),
     Mutant(
         "any_signing_key_will_do",
-        "jaxllm/infer/runner/program_cache.py",
+        "jaxllm/infer/runner/executable_signature.py",
         "    if len(key) != KEY_BYTES:\n",
         "    if len(key) > KEY_BYTES:\n",
         (f"{CUT}::test_a_damaged_signing_key_is_refused",),

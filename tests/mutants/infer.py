@@ -138,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "programs_signed_without_their_name",
-        "jaxllm/infer/runner/program_cache.py",
+        "jaxllm/infer/runner/executable_signature.py",
         'name.encode() + b"\\0" + data',
         "data",
         ("tests/infer/test_program_cache.py::test_what_was_not_signed_here_is_not_opened",),
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "last_stop_string_ends_the_text",
         "jaxllm/infer/engine/detokenizer.py",
-        "            at, length = min(found)\n",
-        "            at, length = max(found)\n",
+        "            at, length, self.stop_found = min(found)\n",
+        "            at, length, self.stop_found = max(found)\n",
         ("tests/infer/test_detokenizer.py::test_stop_strings_in_any_pieces",),
     ),
     Mutant(

@@ -54,4 +54,18 @@ MUTANTS = [
         "found = roots[0] / path",
         ("tests/serve/test_adapters.py::test_others_may_not_and_nothing_is_half_loaded",),
     ),
+    Mutant(
+        "bare_calls_of_unknown_functions",
+        "jaxllm/serve/tools/json_calls.py",
+        'if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or name not in functions:',
+        'if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):',
+        ("tests/serve/test_call_notations.py::test_what_is_no_call_stays_as_it_is",),
+    ),
+    Mutant(
+        "late_headers_are_waited_for",
+        "jaxllm/serve/http_connection.py",
+        "        if self._awaits_request and self.conn.trailing_data[0]:\n            self._time_headers()\n",
+        "        if self._awaits_request and self.conn.trailing_data[0]:\n            self._stop_timer()\n",
+        ("tests/serve/test_connections.py::test_headers_that_trickle_in_have_no_more_time",),
+    ),
 ]

@@ -31,4 +31,18 @@ MUTANTS = [
         "max(listed) > self.vocab_size)",
         ("tests/text/test_tokenizer.py::test_ids_outside_the_vocabulary_are_an_error",),
     ),
+    Mutant(
+        "content_is_marked_at_the_ends_of_whole_names_only",
+        "jaxllm/text/chat_template/content_marks.py",
+        "    edges = {c for name in ordered for c in (name[0], name[-1]) if not (c.isalnum() or c.isspace())}\n",
+        "    edges = {c for name in ordered for c in (name[-1],) if not (c.isalnum() or c.isspace())}\n",
+        ("tests/text/test_special_tokens.py::test_names_in_pieces",),
+    ),
+    Mutant(
+        "strings_of_the_template_are_marked",
+        "jaxllm/text/chat_template/content_marks.py",
+        "        return text if found[1] is not None else self._marks[text[0]] + text[1:]\n",
+        "        return self._marks.get(text[0], text[0]) + text[1:]\n",
+        ("tests/text/test_special_tokens.py::test_what_a_template_looks_for_in_content_is_found",),
+    ),
 ]

@@ -188,6 +188,7 @@ def numpy_low_rank(kind, before, grads, refresh, b1, b2):
     """GaLore's algorithm 2 and APOLLO's algorithm 1 for "w" of two layers, 6 x 8, rank 3."""
     rank, want = 1 if kind == "apollo_mini" else 3, before.copy()
     for layer in range(2):
+        p = np.empty(0)
         m = v = last = 0.0
         for t, grad in enumerate(grads):
             g = grad[layer].reshape(6, 8)

@@ -1,4 +1,4 @@
-"""Server in a process of its own, over a stub engine: ``python -m tests.serve.alone SECONDS``.
+"""Server in a process of its own, over a stub engine: ``python -m tests.serve.alone SECONDS [BATCH_DIR]``.
 
 Prints its port, and ends as a signal tells it to.
 """
@@ -15,8 +15,10 @@ from tests.serve import servers
 
 def main() -> None:
     """Serves until SIGTERM."""
-    backend = servers.FixedRate(float(sys.argv[1]), sequences=64)
-    server = Server(ServeConfig(port=0, name="tiny", grace_seconds=20), servers.opener(backend))
+    folder = sys.argv[2] if len(sys.argv) > 2 else None
+    backend = servers.FixedRate(float(sys.argv[1]), sequences=64 if folder is None else 8)
+    config = ServeConfig(port=0, name="tiny", grace_seconds=20, batch_dir=folder)
+    server = Server(config, servers.opener(backend))
 
     async def run() -> None:
         task = asyncio.create_task(server.serve())

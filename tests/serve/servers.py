@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from jaxllm.infer.engine.sequence import Finish
 from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
+from jaxllm.serve.scoring.text_scorer import RewardScorer, TextScorer
 from jaxllm.serve.server import BackendFactory
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer
@@ -65,7 +66,10 @@ async def tiny_backend() -> AsyncIterator[Backend]:
     """The tiny engine, running."""
     made = tiny_engine()
     async with AsyncEngine(made) as engine:
-        yield EngineBackend(engine, TEMPLATE, Embedder(made.runner.model, made.runner.params, made.max_len))
+        embedder = Embedder(made.runner.model, made.runner.params, made.max_len)
+        reward = functools.partial(embedder.reward, token=7)
+        scorer = RewardScorer(ByteTokenizer(), TEMPLATE, reward, made.max_len)
+        yield EngineBackend(engine, TEMPLATE, embedder, scorer=scorer)
 
 
 class FixedRate:
@@ -91,6 +95,8 @@ class FixedRate:
         self.max_len, self.max_sequences, self.seconds = max_len, sequences, seconds
         self.supports_priority, self.embedding_dim, self.services = True, 8, list[Service | None]()
         self.adapter_host = None
+        self.sampling: Mapping[str, float] = {}
+        self.scorer: TextScorer | None = None
         self.begun = self.closed = self.held = 0
         self._places: asyncio.Semaphore | None = None
 
@@ -112,7 +118,7 @@ class FixedRate:
         self.services.append(service)
         request = Request(self.begun, list(prompt), params, salt.encode(), 0, frozenset())
         request.sequences = [Continuation(request, n, n, list(prompt)) for n in range(params.n)]
-        echo = self.tokenizer.decode(prompt) if params.echo else ""
+        echo = self.tokenizer.prompt_text(list(prompt)) if params.echo else ""
         try:
             async with self._places:
                 self.held += 1

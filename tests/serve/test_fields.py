@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from jaxllm.infer import Grammar, SamplingParams
 from jaxllm.serve import ServeConfig
-from jaxllm.serve.api import request_schemas
+from jaxllm.serve.api import request_schemas, sampling_fields
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.request_fields import unsupported_fields
@@ -25,7 +25,7 @@ from tests.serve.servers import FixedRate
 PUBLISHED = {
     request_schemas.ChatRequest: chat_create_params.CompletionCreateParamsStreaming,
     request_schemas.CompletionRequest: completion_create_params.CompletionCreateParamsStreaming,
-    request_schemas.StreamOptions: chat.ChatCompletionStreamOptionsParam,
+    sampling_fields.StreamOptions: chat.ChatCompletionStreamOptionsParam,
     request_schemas.SystemMessage: chat.ChatCompletionDeveloperMessageParam,
     request_schemas.UserMessage: chat.ChatCompletionUserMessageParam,
     request_schemas.AssistantMessage: chat.ChatCompletionAssistantMessageParam,
@@ -41,7 +41,10 @@ PUBLISHED = {
 OURS = {
     *("top_k", "min_p", "typical_p", "repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids"),
     *("include_stop_str_in_output", "beams", "length_penalty", "structured_outputs", "stop_token_ids", "ignore_eos"),
-    *("cache_salt", "priority", "chat_template_kwargs", "add_generation_prompt"),
+    *("cache_salt", "priority", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "skip_special_tokens", "parse_special"),
+    *("spaces_between_special_tokens", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"),
+    *("add_special_tokens", "truncation_side"),
 }
 """Fields that OpenAI does not have."""
 
@@ -73,7 +76,7 @@ def test_no_published_field_is_absent(model):
     if model in (request_schemas.ChatRequest, request_schemas.CompletionRequest):
         assert ours - published <= OURS
     else:
-        assert ours - published <= {"reasoning_content"}
+        assert ours - published <= {"reasoning_content", "continuous_usage_stats"}
 
 
 def _refused() -> list[Any]:
@@ -115,10 +118,18 @@ SHARED = {
     "length_penalty": (0.5, lambda a: a.jobs[0].params.length_penalty, 0.5),
     "priority": (-3, lambda a: a.jobs[0].service.priority, -3),
     "structured_outputs": ({"regex": "a+"}, lambda a: a.jobs[0].params.grammar, Grammar.regex("a+")),
+    "guided_json": ('{"type": "null"}', lambda a: a.jobs[0].params.grammar, Grammar.json_schema({"type": "null"})),
+    "guided_regex": ("a+", lambda a: a.jobs[0].params.grammar, Grammar.regex("a+")),
+    "guided_choice": (["a", "b"], lambda a: a.jobs[0].params.grammar, Grammar.choice(["a", "b"])),
+    "guided_grammar": ('start: "a"', lambda a: a.jobs[0].params.grammar, Grammar.ebnf('start: "a"')),
+    "skip_special_tokens": (False, lambda a: a.jobs[0].params.spelt, tuple(range(256, 272))),
+    "truncate_prompt_tokens": (2, lambda a: len(a.jobs[0].prompt), 2),
+    "prompt_logprobs": (3, lambda a: a.jobs[0].params.prompt_logprobs, 3),
 }
 HONOURED = {
     request_schemas.ChatRequest: SHARED
     | {
+        "add_special_tokens": (True, lambda a: a.jobs[0].prompt[:1], [256]),
         "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
         "max_completion_tokens": (6, lambda a: a.jobs[0].params.max_tokens, 6),
         "logprobs": (True, lambda a: a.jobs[0].params.logprobs, 0),
@@ -138,6 +149,7 @@ HONOURED = {
     | {
         "max_tokens": (5, lambda a: a.jobs[0].params.max_tokens, 5),
         "logprobs": (2, lambda a: a.jobs[0].params.logprobs, 2),
+        "add_special_tokens": (False, lambda a: a.jobs[0].prompt, list(b"hi")),
         "best_of": (4, lambda a: a.jobs[0].params.best_of, 4),
         "echo": (True, lambda a: a.jobs[0].params.echo, True),
         "prompt": ([[1, 2], [3]], lambda a: [job.prompt for job in a.jobs], [[1, 2], [3]]),
@@ -146,16 +158,24 @@ HONOURED = {
 ELSEWHERE = {
     request_schemas.ChatRequest: {
         *("model", "stream", "stream_options", "user", "safety_identifier", "top_logprobs", "chat_template_kwargs"),
-        *("tools", "tool_choice", "parallel_tool_calls"),
+        *("tools", "tool_choice", "parallel_tool_calls", "continue_final_message", "reasoning_effort"),
     },
     request_schemas.CompletionRequest: {"model", "stream", "stream_options", "user"},
 }
 """Seen by tests of their own: answers, the log, templates."""
+for _names in ELSEWHERE.values():
+    _names |= {"parse_special", "return_token_ids", "truncation_side"}
+NO_EFFECT = {"metadata": {"a": "b"}, "spaces_between_special_tokens": False}
+"""Accepted, and documented to change nothing."""
 
 
 @pytest.mark.parametrize("model", HONOURED, ids=lambda m: m.__name__)
 def test_every_field_is_in_one_of_the_lists(model):
-    assert set(model.model_fields) == set(HONOURED[model]) | ELSEWHERE[model] | unsupported_fields(model)
+    listed = set(HONOURED[model]) | ELSEWHERE[model] | unsupported_fields(model)
+    assert set(model.model_fields) == listed | (NO_EFFECT.keys() & set(model.model_fields))
+    for name in NO_EFFECT.keys() & set(model.model_fields):
+        assert "No effect" in model.model_fields[name].description
+        assert params(model, **{name: NO_EFFECT[name]}) == params(model)
 
 
 @pytest.mark.parametrize(
@@ -176,10 +196,19 @@ def test_values_that_need_each_other():
     assert params(request_schemas.ChatRequest, response_format={"type": "text"}).grammar is None
     made = params(request_schemas.ChatRequest, response_format={"type": "json_object"}).grammar
     assert made == Grammar.json_schema({"type": "object"})
-    for fields in ({"structured_outputs": {}}, {"structured_outputs": {"regex": "a", "choice": ["b"]}}):
+    for fields in (
+        {"structured_outputs": {}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"json_object": True, "json": {}}},
+        {"structured_outputs": {"json": "[1]"}},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
+    ):
         with pytest.raises(ApiError) as caught:
             params(request_schemas.ChatRequest, **fields)
         assert caught.value.param == "structured_outputs"
+    made = params(request_schemas.ChatRequest, structured_outputs={"json_object": True}).grammar
+    assert made == Grammar.json_schema({"type": "object"})
     assert params(request_schemas.CompletionRequest).max_tokens == 16
     assert params(request_schemas.ChatRequest).max_tokens == FixedRate().max_len - len("<user>hi\n<assistant>")
 
@@ -198,6 +227,7 @@ def test_usage_is_summed_over_prompts_and_completions():
     """Three prompts of 1, 3 and 2 tokens, two completions of four tokens for each; whole, streamed and in the log."""
     fields = {"prompt": [[65], [66, 67, 68], [69, 70]], "n": 2, "max_tokens": 4}
     usage = {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0}
     whole = asked(request_schemas.CompletionRequest, **fields)
     streamed = asked(request_schemas.CompletionRequest, **fields, stream=True, stream_options={"include_usage": True})
 

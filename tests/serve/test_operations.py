@@ -192,12 +192,21 @@ def test_the_server_answers_before_the_model_is_there():
             for path in ("/ready", "/v1/models", "/config"):
                 answer = await client.get(path)
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            for stage, done, counted in (("loading", 3, 0), ("compiling", 1, 1)):
+                server.service.start(stage, done, 14)
+                answer = await client.get("/ready")
+                assert answer.headers["retry-after"] == "5"
+                found = {name: answer.json()[name] for name in ("status", "programs_done", "programs")}
+                assert found == {"status": stage, "programs_done": counted, "programs": 14 * counted}
             gate.set()
             while (await client.get("/ready")).status_code != 200:
                 await asyncio.sleep(0.01)
+            server.service.start("ready", 2, 14)
+            assert (await client.get("/ready")).json() == {"status": "ready", "programs_done": 2, "programs": 14}
             assert (await client.post("/v1/completions", json=text(1))).status_code == 200
             server.service.draining = True
-            assert (await client.get("/ready")).status_code == 503
+            answer = await client.get("/ready")
+            assert (answer.status_code, answer.json()["status"]) == (503, "stopping")
         server.should_exit = True
         await task
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
-from jaxllm.serve import ServeConfig
+from jaxllm.serve import Backend, ServeConfig, Server
 from jaxllm.text import ChatTemplate
 from tests.serve import servers
 from tests.serve.browser import CHROMIUM, Page
@@ -99,3 +102,92 @@ def test_stop_ends_the_request_and_keys_are_asked_for(tmp_path):
         assert len(page.run("messages[1].content")) < 4000
         page.run("document.getElementById('clear').click()")
         assert page.run("document.querySelectorAll('.turn').length") == 0
+
+
+@contextlib.contextmanager
+def loading(backend: servers.FixedRate) -> Iterator[tuple[Server, str, threading.Event]]:
+    """(server whose model is still being loaded, its URL, event that ends the loading)."""
+    gate = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def slow() -> AsyncIterator[Backend]:
+        await asyncio.to_thread(gate.wait)
+        yield backend
+
+    server = Server(ServeConfig(port=0, name="tiny"), slow)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield server, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/", gate
+    finally:
+        gate.set()
+        server.should_exit = True
+        thread.join(30)
+
+
+def style(page: Page, selector: str, name: str) -> Any:
+    return page.run(f"getComputedStyle(document.querySelector({selector!r})).{name}")
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_message_sent_before_the_model_is_ready_is_answered(width, scheme, tmp_path):
+    backend = servers.FixedRate(0.001, says="Hello there.")
+    backend.sampling = {"temperature": 0.2, "top_p": 0.9}
+    with loading(backend) as (server, url, gate):
+        page = Page(url, tmp_path / "profile")
+        try:
+            page.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
+            page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            page.until(f"innerWidth === {width} && document.getElementById('state').textContent.includes('loading')")
+            # Settings take a line on a phone, and have a column of their own beside it.
+            page.until(f"document.getElementById('settings').open === {str(width > 768).lower()}")
+            low = page.run("document.querySelector('aside').getBoundingClientRect().height")
+            assert low < 60 if width < 768 else low > 400
+            page.say("Good morning")
+            page.until("document.querySelector('.waiting')")
+            server.service.start("compiling", 3, 8)
+            page.until("document.getElementById('state').textContent === 'compiling: 3 of 8 programs'")
+            pictures = [page.picture()]
+            assert backend.begun == 0
+            # Stopped before it is sent, it is in the field again; then it is sent.
+            page.run("document.getElementById('send').click()")
+            page.until("document.getElementById('text').value === 'Good morning' && !document.querySelector('.user')")
+            page.run("document.getElementById('send').click()")
+            page.until("document.querySelector('.waiting')")
+            gate.set()
+            page.until("document.querySelector('.assistant')?.textContent === 'Hello there.' && !running")
+            assert backend.begun == 1
+            assert page.run("messages.map((m) => m.role)") == ["user", "assistant"]
+            assert page.run("document.querySelector('.waiting, .error')") is None
+            assert page.run("document.getElementById('temperature').placeholder") == "0.2"
+            assert page.run("document.getElementById('state').textContent") == "4096 tokens"
+            if width < 768:
+                pictures.append(page.picture())
+                page.run("document.querySelector('summary').click()")
+                page.until("document.getElementById('settings').open")
+            pictures.append(page.picture())
+            assert page.run("document.documentElement.scrollWidth") <= width
+            dark = style(page, "body", "backgroundColor") == "rgb(23, 24, 26)"
+            assert dark == (scheme == "dark")
+            for number, picture in enumerate(pictures):
+                (tmp_path / f"{width}_{scheme}_{number}.png").write_bytes(picture)
+            waiting = [one for one in page.complaints if "503" not in one]  # the log of the browser has each poll
+            assert waiting == []
+        finally:
+            page.close()
+
+
+def test_a_message_that_fails_can_be_sent_again(tmp_path):
+    backend = servers.FixedRate(0.001, says="Hello.")
+    with shown(backend, tmp_path, api_keys=("sk-1",)) as page:
+        page.until("document.getElementById('state').textContent.includes('API key')")
+        page.say("Hi")
+        page.until("document.querySelector('.error button')")
+        page.run("document.getElementById('key').value = 'sk-1', document.querySelector('.error button').click()")
+        page.until("document.querySelector('.assistant:last-of-type, .assistant + .figures') && messages.length === 2")
+        assert page.run("messages.map((m) => m.content)") == ["Hi", "Hello."]
+        assert page.run("document.querySelector('.error')") is None

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_subcommands
 from jaxllm.cli.errors import UsageError
 
 
 def adapters(argv: list[str]) -> int:
     """List, compare, add and merge adapters: `jaxllm adapters ls|diff|add|merge`."""
     commands = {"ls": ls, "diff": diff, "add": add, "merge": merge}
-    return tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="jaxllm adapters", description=_ABOUT)
+    return parse_subcommands(commands, argv, "jaxllm adapters", _ABOUT)
 
 
 _ABOUT = (

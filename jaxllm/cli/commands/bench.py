@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
@@ -71,7 +72,7 @@ def bench_model(argv: list[str]) -> int:
                 print(measured.engine.metrics.show_drafts(), flush=True)
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm bench")
+    return parse_command(run, argv, "jaxllm bench")
 
 
 def bench_serve(argv: list[str]) -> int:
@@ -143,4 +144,4 @@ def bench_serve(argv: list[str]) -> int:
             load_benchmark.plot(results, plot)
         return 1 if figures["failed"] else 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm bench serve")
+    return parse_command(run, argv, "jaxllm bench serve")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 
@@ -23,7 +24,12 @@ def chat(argv: list[str]) -> int:
         message: str = "",
         system: str = "",
         max_tokens: int = 512,
-        temperature: float = 0.7,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        generation_config: str = "auto",
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
@@ -39,7 +45,14 @@ def chat(argv: list[str]) -> int:
             message: single message to answer; by default messages are read from the terminal or standard input.
             system: system message.
             max_tokens: maximum number of tokens per answer.
-            temperature: sampling temperature; 0 is greedy decoding.
+            temperature: sampling temperature; 0 is greedy decoding. By default what the model's authors recommend in
+                generation_config.json, else 0.7; so are the next four.
+            top_p: nucleus sampling: keep the fewest most likely tokens whose probabilities add up to this.
+            top_k: number of most likely tokens to keep; 0 for all.
+            min_p: keep tokens at least this fraction as likely as the most likely one.
+            repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that have occurred.
+            generation_config: auto: sampling defaults of the model's generation_config.json; none: without them; or a
+                directory with another.
             seed: sampling seed.
             dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
                 their own.
@@ -58,9 +71,10 @@ def chat(argv: list[str]) -> int:
         from jaxllm.infer import Chat
 
         opening = [{"role": "system", "content": system}] if system else []
-        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
+        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights, generation_config=generation_config)
         talk = Chat(
-            loaded, list(opening), max_tokens=max_tokens, temperature=temperature, seed=seed, speculate=speculate,
+            loaded, list(opening), max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, speculate=speculate,
             speculate_tokens=speculate_tokens,
         )  # fmt: skip
         if message:
@@ -93,7 +107,7 @@ def chat(argv: list[str]) -> int:
                     print(f"error: {error}", file=sys.stderr)
                     status = 0 if at_terminal else 2
 
-    return tyro.cli(run, args=argv, prog="jaxllm chat")
+    return parse_command(run, argv, "jaxllm chat")
 
 
 def speak(talk: Chat, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.config import closest
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def checkpoint(argv: list[str]) -> int:
         print(f"jaxllm checkpoint: no command {argv[0]!r}.{closest(argv[0], COMMANDS)} "
               f"There are: {', '.join(COMMANDS)}.", file=sys.stderr)  # fmt: skip
         return 2
-    return tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"jaxllm checkpoint {argv[0]}")
+    return parse_command(COMMANDS[argv[0]], argv[1:], f"jaxllm checkpoint {argv[0]}")
 
 
 def ls(where: Where, /, leaves: bool = False, step: int | None = None) -> int:

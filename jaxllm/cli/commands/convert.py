@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NoReturn
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.model_loading import progress_bar
 
 
@@ -76,7 +77,7 @@ def convert(argv: list[str]) -> int:
             print("The model has no tokenizer that jaxllm can read; add its files to generate text.")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm convert")
+    return parse_command(run, argv, "jaxllm convert")
 
 
 @contextlib.contextmanager

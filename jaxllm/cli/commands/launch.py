@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import tyro
-
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.command_table import COMMANDS
 from jaxllm.cli.errors import UsageError
 from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy, Supervisor, local_processes
@@ -68,7 +67,7 @@ def launch(argv: list[str]) -> int:
         return supervise(lambda: [ProcessSpec(words)], patience, dry_run)
 
     options = [f"--processes{word[2:]}" if word.split("=")[0] == "-n" else word for word in options]
-    return tyro.cli(run_local if kind == "local" else run_one, args=options, prog=f"jaxllm launch {kind}")
+    return parse_command(run_local if kind == "local" else run_one, options, f"jaxllm launch {kind}")
 
 
 def supervise(make: Callable[[], Sequence[ProcessSpec]], patience: RestartPolicy, dry_run: bool) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.commands.convert import ends_on_sigterm
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import progress_bar
@@ -78,7 +79,7 @@ def quantise(argv: list[str]) -> int:
         print(f"{out}: {made.bytes_before / 2**20:,.1f} -> {made.bytes_after / 2**20:,.1f} MiB")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm quantise")
+    return parse_command(run, argv, "jaxllm quantise")
 
 
 def table(matrices: list) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
+
 
 def report(argv: list[str]) -> int:
     """Report on a run as one HTML page, or as text: `jaxllm report RUN [--text]`."""
@@ -33,7 +35,7 @@ def report(argv: list[str]) -> int:
         print(f"written: {file}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm report")
+    return parse_command(run, argv, "jaxllm report")
 
 
 def compare(argv: list[str]) -> int:
@@ -53,4 +55,4 @@ def compare(argv: list[str]) -> int:
         print(f"written: {out}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm compare")
+    return parse_command(run, argv, "jaxllm compare")

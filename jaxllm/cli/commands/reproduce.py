@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.runtime import use_compilation_cache
 
 
@@ -36,4 +37,4 @@ def reproduce(argv: list[str]) -> int:
         print("reproduced" if equal else "NOT reproduced")
         return 0 if equal else 1
 
-    return tyro.cli(run, args=argv, prog="jaxllm reproduce")
+    return parse_command(run, argv, "jaxllm reproduce")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
@@ -10,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
-from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
+from jaxllm.infer.start_progress import StartProgress, terminal_line
+from jaxllm.serve.listening import ListenError, listen
 
 if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
@@ -40,9 +45,13 @@ def serve(argv: list[str]) -> int:
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
+        max_connections: int = 512,
+        header_seconds: float = 10.0,
         request_seconds: float | None = None,
         grace_seconds: float = 30.0,
         log_prompts: bool = False,
+        metrics_names: Literal["jaxllm", "vllm"] = "jaxllm",
+        otlp_traces_endpoint: str | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
@@ -52,9 +61,17 @@ def serve(argv: list[str]) -> int:
         adapter_slots: int = 32,
         adapter_rank: int = 64,
         admin_key_file: Path | None = None,
+        generation_config: str = "auto",
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         effort: tuple[str, ...] = (),
+        batch_dir: Path | None = None,
+        max_file: int = 100 * 2**20,
+        stored_responses: int = 1000,
+        stored_bytes: int = 64 * 2**20,
+        pooling: Literal["mean", "last"] | None = None,
+        programs: Path | None = None,
+        trust_programs: bool = False,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -70,13 +87,20 @@ def serve(argv: list[str]) -> int:
             max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
             policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, or
                 the shortest expected remaining work.
-            tool_parser: tool-call format: hermes, llama3_json, mistral, mistral_args, deepseek_v3 or deepseek_v31; by
-                default detected from the chat template.
+            tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
+                mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
+                detected from the chat template.
             queue: maximum number of queued sequences; further requests are refused with status 429.
             max_body: maximum size of a request body in bytes.
+            max_connections: maximum number of open connections; clients that have not sent a whole request are
+                disconnected first to make room.
+            header_seconds: time in which the headers of a request must arrive.
             request_seconds: maximum duration of a request; unlimited by default.
             grace_seconds: time that running requests have to end after SIGTERM.
             log_prompts: write prompts to the log too.
+            metrics_names: vllm: /metrics also has vLLM's names, for dashboards and gateways that read those.
+            otlp_traces_endpoint: URL that OpenTelemetry traces are sent to (OTLP over HTTP), such as
+                http://127.0.0.1:4318/v1/traces; needs jaxllm[otel].
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
@@ -92,6 +116,8 @@ def serve(argv: list[str]) -> int:
             adapter_rank: with --adapters: largest rank of an adapter.
             admin_key_file: with --adapters: file of API keys, one per line, that may load adapters of that directory
                 and unload them while the server runs.
+            generation_config: auto: requests that give no temperature, top_p, top_k, ... get those of the model's
+                generation_config.json; none: OpenAI's defaults; or a directory with another generation_config.json.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
                 stays the same (docs/serve/speculation.md).
@@ -99,48 +125,108 @@ def serve(argv: list[str]) -> int:
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
                 (docs/serve/effort.md).
+            batch_dir: directory of files and batches (docs/serve/batches.md); without it /v1/files and /v1/batches
+                refuse.
+            max_file: with --batch-dir: maximum size of an uploaded file in bytes.
+            stored_responses: responses that previous_response_id can name; the least recently used are dropped.
+            stored_bytes: maximum bytes of all of them.
+            pooling: the model is an embedding model, with this pooling of hidden states: /score, /rerank and /pooling
+                use it (docs/serve/apis.md).
+            programs: directory of compiled programs, of `jaxllm compile --serve`; by default the directory programs
+                beside the model's files, if there is one.
+            trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
+                can do anything; files that others than you can change are not taken in any case.
         """
+        # Before anything is imported or loaded, which takes seconds.
         try:
-            from jaxllm.serve import ServeConfig, backend_factory
-            from jaxllm.serve import serve as run_server
+            sockets = listen(host, port) if is_first_process() else []
+            for one in sockets:
+                closed.callback(one.close)
+        except ListenError as error:
+            raise UsageError(str(error)) from None
+        try:
+            from jaxllm.serve import ServeConfig
+            from jaxllm.serve.multihost_server import facts_of, serve_group
         except ModuleNotFoundError as error:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
-        from jaxllm.infer import LLM, EngineConfig
+        from jaxllm.infer import LLM
         from jaxllm.infer.engine.policies import Fair, Priority, Shortest
+        from jaxllm.infer.engine_config import serving_config
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
-            queue=queue, max_body=max_body, request_seconds=request_seconds, grace_seconds=grace_seconds,
-            log_prompts=log_prompts, tool_parser=tool_parser,
+            queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
+            request_seconds=request_seconds, grace_seconds=grace_seconds,
+            log_prompts=log_prompts, metrics_names=metrics_names, otlp_traces_endpoint=otlp_traces_endpoint,
+            tool_parser=tool_parser,
             adapter_dirs=() if adapters is None else (str(adapters.resolve()),),
             admin_keys=() if admin_key_file is None else keys_of(admin_key_file),
             efforts=read_policies(effort),
+            batch_dir=None if batch_dir is None else str(batch_dir), max_file=max_file,
+            stored_responses=stored_responses, stored_bytes=stored_bytes,
         )  # fmt: skip
         found = None if adapters is None else find_adapters(adapters)
         if found is None and admin_key_file is not None:
             raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
-        plain = EngineConfig(
-            max_sequences=max_sequences,
-            max_batched_tokens=max_batched_tokens,
-            max_len=max_len,
-            top_logprobs=20,
-            kv_dtype=kv_dtype,
-            adapter_slots=0 if found is None else adapter_slots,
-            adapter_rank=adapter_rank,
-        )
+        plain = serving_config(
+            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype=kv_dtype,
+            adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank,
+        )  # fmt: skip
         sizes = with_speculation(plain, speculate, speculate_tokens)
-        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+        log_to_terminal()
         order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
 
-        def load() -> LLM:
-            return LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, policy=order, adapters=found)
+        start = StartProgress(*([terminal_line(str(config.name))] if sys.stderr.isatty() else []))
 
-        run_server(config, backend_factory(load))
+        def load() -> LLM:
+            from jaxllm.infer.llm import shipped_programs
+
+            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config, progress=start)
+            return LLM(
+                loaded, sizes, policy=order, adapters=found, progress=start,
+                programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
+            )  # fmt: skip
+
+        def announce(url: str) -> None:
+            done, total = start.programs
+            rest = "" if done == total else f"; {total - done} more are compiled meanwhile"
+            print(f"ready: {url} serves {config.name} ({done} of {total} programs{rest})", file=sys.stderr, flush=True)
+
+        facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
+        with processes() as group:
+            if group.size > 1 and mesh is None:
+                raise UsageError(
+                    f"{group.size} processes serve one model together: give --mesh over all their devices, such as "
+                    "data=2,tensor=4 (docs/serve/serving.md). To serve from this process alone, set JAXLLM_PROCESSES=1."
+                )
+            serve_group(config, load, group, facts, pooling=pooling, sockets=sockets, start=start, on_ready=announce)
         return 0
 
-    return tyro.cli(run, args=with_current_options(argv, DEPRECATED_OPTIONS), prog="jaxllm serve")
+    with ends_at_interrupt(), contextlib.ExitStack() as closed:
+        return parse_command(run, with_current_options(argv, DEPRECATED_OPTIONS), "jaxllm serve")
+
+
+def log_to_terminal() -> None:
+    """Writes the server's log to the standard error, a JSON object a line; of libraries only their warnings."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.getLogger().addHandler(handler)
+    logging.getLogger("jaxllm").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+class _JsonLines(logging.Formatter):
+    """Formats a record as a line of JSON; the server's own records are JSON already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if record.name == "jaxllm.serve" and not record.exc_info:
+            return text
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return json.dumps({"level": record.levelname.lower(), "logger": record.name, "message": text})
 
 
 def read_keys(file: Path | None) -> tuple[str, ...]:

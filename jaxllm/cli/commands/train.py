@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.cli.recipe_arguments import find_recipe, recipes, run_recipe
+from jaxllm.cli.recipe_arguments import find_recipe, recipe_summary, recipes, run_recipe
 
 
 def train(argv: list[str]) -> int:
@@ -10,8 +10,10 @@ def train(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: jaxllm train RECIPE [--setting value ...]\n")
         print("RECIPE is one of these, or FILE.py:FUNCTION, a function that returns a RunConfig:\n")
-        for name, entry in sorted(recipes().items()):
-            print(f"  {name:14} {entry.value}")
+        names = sorted(recipes())
+        width = max(map(len, names))
+        for name in names:
+            print(f"  {name:{width}} {recipe_summary(name)}")
         print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
         print("`--sources FILE` trains on a sources table, such as `jaxllm data mix` writes: docs/train/data.md.")
         print("`--precision NAME` sets all settings of a precision preset: docs/train/precision.md.")

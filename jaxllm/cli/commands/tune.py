@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 
 
@@ -73,7 +74,7 @@ def tune_kernel(argv: list[str]) -> int:
             print(f"stored: {tuned.path(kind)}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm tune")
+    return parse_command(run, argv, "jaxllm tune")
 
 
 def tune_matmul(argv: list[str]) -> int:
@@ -126,7 +127,7 @@ def tune_matmul(argv: list[str]) -> int:
             print(f"saved: {save}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm tune matmul")
+    return parse_command(run, argv, "jaxllm tune matmul")
 
 
 def tune_program(argv: list[str]) -> int:
@@ -166,4 +167,4 @@ def tune_program(argv: list[str]) -> int:
                 print(f"{file}: {name} {value:,.6g}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm tune program")
+    return parse_command(run, argv, "jaxllm tune program")

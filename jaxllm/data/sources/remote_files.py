@@ -83,6 +83,12 @@ class RemoteFile:
 File = Path | RemoteFile
 
 
+def how_to_make(file: Path) -> str:
+    """Ending of an error about a missing file: the command that makes a token file; "" for other files."""
+    made = f"jaxllm data tokenize TEXT.txt --out {file} --tokenizer bpe:8192"
+    return f". A token file is made from text: `{made}`" if file.suffix == ".bin" else ""
+
+
 def find_files(names: Sequence[str]) -> tuple[File, ...]:
     """Files for paths and URLs; the folder of a saved Hugging Face data set stands for its Arrow files.
 
@@ -99,7 +105,10 @@ def find_files(names: Sequence[str]) -> tuple[File, ...]:
         path = Path(name).expanduser()
         for file in _saved_dataset(path) if path.is_dir() else (path,):
             if not file.is_file():
-                raise DataError(f"{at(file)}: no such file; legal: a file, or {corpus.NAME!r} for the bundled corpus")
+                raise DataError(
+                    f"{at(file)}: no such file; legal: a file, or {corpus.NAME!r} for the bundled corpus"
+                    + how_to_make(file)
+                )
             if file.stat().st_size == 0:
                 raise DataError(f"{at(file)}: is empty")
             found.append(file)

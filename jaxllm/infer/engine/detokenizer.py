@@ -30,6 +30,7 @@ class Detokenizer:
         self._decoder = StreamDecoder(tokenizer, continues=True, spelt=spelt)
         self._stops, self._include, self._tokens_without_stop = tuple(stops), include, earliest
         self._held = ""
+        self.stop_found: str | None = None
 
     def push(self, token: int) -> tuple[str, bool]:
         """Adds a token; returns (text that can be given out, whether a stop string was found)."""
@@ -46,9 +47,9 @@ class Detokenizer:
         if not self._stops or self._tokens_without_stop >= 0:
             return text, False
         self._held += text
-        found = [(at, -len(stop)) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, length = min(found)
+            at, length, self.stop_found = min(found)
             given, self._held = self._held[: at - length if self._include else at], ""
             return given, True
         most = max(len(stop) for stop in self._stops)

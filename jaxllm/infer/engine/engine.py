@@ -59,6 +59,7 @@ from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
+from jaxllm.infer.start_progress import Listener
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
@@ -150,8 +151,12 @@ class Engine:
         proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         adapters: AdapterCatalogue | None = None,
+        background: bool = False,
+        shipped: Path | None = None,
+        trusted: bool = False,
+        progress: Listener | None = None,
     ) -> Engine:
-        """Builds an engine for a model and compiles all its programs.
+        """Builds an engine for a model and compiles its programs.
 
         Args:
             model, params: trained model and its weights, as ``load_model`` returns them.
@@ -163,6 +168,11 @@ class Engine:
             manifest: folder that compiled programs are kept in; None: nowhere.
             policy, tpot, proposer, predict, adapters: see ``Engine``.
             strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
+            background: return as soon as the engine can run every step, with its largest programs; the others are
+                compiled in the background and used from then on. On a mesh over several processes all are compiled
+                first.
+            shipped, trusted: see ``ProgramCache``.
+            progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
 
         Raises:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
@@ -180,12 +190,12 @@ class Engine:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
         if config.speculate is not None:
             proposer = make_proposer(
-                ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict)
+                ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
             )
         reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
         runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
-            reserved_bytes=reserved,
+            reserved_bytes=reserved, background=background, shipped=shipped, trusted=trusted, progress=progress,
         )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
         return cls(
@@ -236,7 +246,7 @@ class Engine:
         request_id = next(self._request_ids)
         revision = self._revision(adapter) if isinstance(adapter, str) else adapter
         cache_salt = prefix_salt(self.config, client=salt, adapter="" if revision is None else revision.salt)
-        echo = self.tokenizer.decode(prompt) if params.echo and self.tokenizer is not None else ""
+        echo = self.tokenizer.prompt_text(prompt) if params.echo and self.tokenizer is not None else ""
         # The tokens at the places of virtual ones are not read; the prompt's own changes no penalty.
         prompt = prompt[:1] * self.virtual_tokens + prompt
         request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)
@@ -396,6 +406,15 @@ class Engine:
     def close(self) -> None:
         """Ends ``follow`` in the other processes; does nothing in an engine of one process."""
         self.runner.close()
+
+    def wait_for_programs(self) -> None:
+        """Waits until all programs are compiled, those of the background too; for measurements.
+
+        Raises:
+            Exception: a program could not be compiled.
+        """
+        if self.runner.program_cache is not None:
+            self.runner.program_cache.wait()
 
     def pause(self) -> None:
         """Stops starting steps; the KV cache stays on the device, and requests can still be submitted."""

@@ -64,8 +64,14 @@ class PrefixCache:
         """Shares the cached pages of the sequence's longest cached prefix; with windows, only the pages in reach.
 
         Returns:
-            number of tokens that need no prefill.
+            number of tokens that need no prefill; the request keeps it, unless the sequence resumes after a preemption.
         """
+        found = self._reuse(sequence)
+        if sequence.number == 0 and len(sequence.tokens) == len(sequence.request.prompt):
+            sequence.request.cached_tokens = found
+        return found
+
+    def _reuse(self, sequence: Sequence) -> int:
         scored = sequence.request.params.prompt_logprobs is not None and sequence.number == 0
         if not self.config.prefix_cache or scored:  # prompt log-probabilities need the logits of every token
             return 0

@@ -37,6 +37,7 @@ class Request:
         adapter: LoRA adapter that its sequences use, in the revision that was the newest when it came; None: the base.
         failure: why its sequences ended with "error", if they did.
         virtual_tokens: number of places at the start of the prompt that the model's virtual tokens take.
+        cached_tokens: tokens of the prompt that were found in the prefix cache when it was first scheduled.
     """
 
     id: int
@@ -56,6 +57,7 @@ class Request:
     adapter: AdapterRevision | None = None
     failure: str = ""
     virtual_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def text(self) -> list[int]:

@@ -20,6 +20,7 @@ class OutputDelta:
         top: top tokens at each position and their log-probabilities, if requested.
         finish: "stop", "length", "cancelled", "error" (its grammar exceeded its work limit, or its adapter
             cannot be read, see ``Request.failure``); None while it runs.
+        stop: stop string that ended the completion; None where none did.
     """
 
     request: Request
@@ -29,6 +30,7 @@ class OutputDelta:
     logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish: Finish | None = None
+    stop: str | None = None
 
 
 def output_delta(sequence: Sequence, tokens: tuple[int, ...], text: str, finish: Finish | None = None) -> OutputDelta:
@@ -44,4 +46,5 @@ def output_delta(sequence: Sequence, tokens: tuple[int, ...], text: str, finish:
         tuple(sequence.logprobs[first:]) if wanted else (),
         tuple(tuple(best) for best in sequence.top[first:]) if wanted else (),
         finish,
+        None if sequence.detokenizer is None or finish != "stop" else sequence.detokenizer.stop_found,
     )

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sharding
+from jaxllm.files import digest
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.length_limits import choose_max_len
@@ -31,7 +33,7 @@ from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
@@ -40,18 +42,21 @@ PAGES_PER_TRANSFER = 16
 """Pages that one program copies between device and host when a sequence is swapped."""
 ACCELERATOR_MEMORY_SHARE = 0.9
 """Fraction of an accelerator's memory that weights, page pools and a step's temporaries may use together."""
-CPU_MEMORY_SHARE = 0.25
-"""Fraction of the host's memory that page pools may use on CPU."""
+CPU_MEMORY_SHARE = 1 / 16
+"""Fraction of the host's memory that page pools take on CPU by themselves: they are filled with zeros at the start,
+which takes a second for a few gigabytes, and the memory is not free for others."""
 
 
 class ModelRunner:
     """Runner of a model on the devices of this process, or its part of a mesh over several processes.
 
-    Compiles all programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``; ``reserved_bytes``
-    of each device are left to others, such as a draft model.
+    Compiles the programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``; ``reserved_bytes``
+    of each device are left to others, such as a draft model. On a mesh over several processes all programs are
+    compiled before the first step, because all processes must choose the same ones.
 
     Attributes:
         spec: sizes, all settled.
+        programs: compiled programs by name, those that are ready.
         program_cache: cache of the compiled programs, with counts of compilations.
         spans_processes: the mesh has devices of several processes, see ``multihost``.
         follows: always False, see ``Runner``.
@@ -72,6 +77,10 @@ class ModelRunner:
         manifest: Path | None = None,
         strict: bool = False,
         reserved_bytes: int = 0,
+        background: bool = False,
+        shipped: Path | None = None,
+        trusted: bool = False,
+        progress: Callable[[str, int, int], None] | None = None,
     ):
         self._reserved_bytes = reserved_bytes
         self.config, self.vocab_size = config, vocab_size
@@ -104,22 +113,26 @@ class ModelRunner:
         own = [jax.process_index()] if self.spans_processes else []
         key = [
             *own,
-            *config_key(model.config, config),
+            *config_key(self.model.config),
             str(self.model.rules),
             [source_of(row) for group in groups for row in (group.format().kv_format, group.rule)],
             describe(self._abstract_weights),
-            vocab_size,
-            max_len,
+            [vocab_size, page_size, config.kv_dtype, config.retention, config.batch_invariant],
+            [config.adapter_slots, config.adapter_rank, config.adapter_pages],
         ]
-        self.program_cache = ProgramCache(manifest, key, devices, strict)
+        self.program_cache = ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
         least = (columns + 1,) * len(groups)
         self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
-        if config.pages is not None or (pages := self.program_cache.saved_value("pages")) is None:
+        held = "pages-" + digest([*config_key(config), max_len])[:8]
+        if config.pages is not None or (pages := self.program_cache.saved_value(held)) is None:
             pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
-            self.program_cache.saved_value("pages", list(pages))
+            self.program_cache.saved_value(held, list(pages))
         self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
         self._swaps = config.preemption == "swap"
-        self.programs = self.program_cache.compile_all(self._programs())
+        programs, first = self._programs()
+        behind = background and not self.spans_processes
+        self.programs = self.program_cache.load(programs, first if behind else len(programs), progress)
+        weakref.finalize(self, self.programs.stop)
         with self._on_mesh():
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
@@ -128,19 +141,23 @@ class ModelRunner:
             if self._full:
                 state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
                 self.state = tuple(put(np.broadcast_to(x, (replicas, *x.shape)), self._per_replica) for x in state)
-                sizes = {_mask_rows(shape) for shape in self._shapes() if shape.full}
+                sizes = {_mask_rows(shape) for shape in self._shapes if shape.full}
                 width = mask_width(model.config.vocab_size)
                 self._all_tokens = {
                     n: put(np.full((replicas, n, width), -1, np.int32), self._per_replica) for n in sizes
                 }
-        self.program_cache.ready = True
+        self.programs.start()
 
     # Steps
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
-        """Shape of the smallest compiled program that a step fits into, see ``Runner``."""
+        """Shape of the smallest program that a step fits into, of those that are ready, see ``Runner``."""
         full = full or "plain" not in self.config.samplers
-        return self.shape(*self.config.program_rows(requests, tokens, decode=decode), full)
+        least = self.shape(*self.config.program_rows(requests, tokens, decode=decode), full)
+        if self.programs.complete:
+            return least
+        ready = [shape for shape in self._shapes if shape.name in self.programs]
+        return smallest_fitting(ready, least) or least
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         """Starts a step; the copy of its result to the host has begun when this returns."""
@@ -323,16 +340,17 @@ class ModelRunner:
             columns=self.spec.columns,
             groups=len(self.spec.groups),
             decode_steps=self.config.decode_steps,
-            top_logprobs=min(self.config.top_logprobs, self.model.config.vocab_size),
+            top_logprobs=min(self.config.top_logprobs, self.model.config.vocab_size) if full else 0,
             logprob_dtype=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
             rows=1 if decode else 1 + self.config.verify_tokens,
             retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
             adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
         )
 
-    def _programs(self) -> list[EngineProgram]:
-        """All programs of the engine, those that take longest to compile first."""
-        programs = [self._step(shape) for shape in self._shapes()]
+    def _programs(self) -> tuple[list[EngineProgram], int]:
+        """All programs, and how many of them the engine can serve with; the others with the most useful first."""
+        first, others = by_usefulness(self._shapes)
+        programs = [self._step(shape) for shape in first]
         if self._full:
             row = logits_processors.slot_buffer(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
@@ -354,9 +372,11 @@ class ModelRunner:
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
             programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
-        return programs
+        return [*programs, *map(self._step, others)], len(programs)
 
+    @functools.cached_property
     def _shapes(self) -> list[StepShape]:
+        """Shapes of all steps."""
         return [
             self.shape(tokens, decode, sampler == "full")
             for decode, sizes in ((False, self.config.prompt_buckets), (True, self.config.decode_buckets))
@@ -383,7 +403,8 @@ class ModelRunner:
         step = EngineStep(
             self.model, forward_model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant
         )
-        return EngineProgram(shape.name, step.__call__, arguments, donated=("pools", "last", "state"))
+        donated = ("pools", "last", "state")
+        return EngineProgram(shape.name, step.__call__, arguments, donated, config_key(shape))
 
     def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         state = jax.eval_shape(

@@ -1,27 +1,27 @@
 """Program cache: compiles the engine's programs ahead of time, in threads, and keeps the executables on disk.
 
 Nothing is compiled while serving. An executable is native code, so a file of one is as dangerous as a library: whoever
-writes it can run anything. Each file is therefore signed with a key that only this user can read (HMAC-SHA256), and a
-file without a valid signature is not opened; see docs/decisions/0006-engine.md. A folder is for one key: the programs'
-source, versions of jax and of the compiler's runtime, the device, the model and the engine's sizes.
+writes it can run anything. Each file is therefore signed, see ``executable_signature``. A folder is for one key: the
+programs' source, versions of jax and of the compiler's runtime, the device, and the model's architecture and weights'
+shapes; weights are arguments of the programs, so models of one architecture share them. A file is for one program and
+the shapes of its arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import hmac
 import importlib.metadata
 import importlib.util
 import inspect
 import json
 import os
-import secrets
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxllm.files import atomic, cache_root, digest, read_json, sync, write_json
+from jaxllm.files import atomic, digest, read_json, write_json
+from jaxllm.infer.runner.executable_signature import opened, sealed
+from jaxllm.infer.runner.program_loader import ProgramLoader
 from pallas_kernels.paged_attention import Slots
 
 SOURCES = ("jaxllm.models", "jaxllm.infer", "pallas_kernels", "sharding")
 """Packages whose source the programs are compiled from."""
-KEY_BYTES = 32
-"""Bytes of the key that signs executables."""
 
 
 class RecompileError(RuntimeError):
@@ -52,12 +52,14 @@ class EngineProgram:
         function: pure function.
         arguments: trees of ``jax.ShapeDtypeStruct`` with shardings, by parameter name.
         donated: names of the donated parameters.
+        key: JSON-able value of what the function depends on besides its arguments and the key of the cache.
     """
 
     name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     donated: tuple[str, ...] = ()
+    key: Any = None
 
     def jit(self) -> Any:
         """Jitted function, to be lowered."""
@@ -70,9 +72,9 @@ class CompileCounts:
     """Counts of compiled and loaded programs.
 
     Attributes:
-        compiled, loaded: programs, before the engine was ready.
-        late: programs that were compiled after that.
-        seconds: time until all were ready.
+        compiled, loaded: programs that were compiled, or found on disk, ahead of their use.
+        late: programs that a step had to compile, because it was called with arguments that none is compiled for.
+        seconds: time until the first programs were ready, or all if none are left to the background.
     """
 
     compiled: int = 0
@@ -147,67 +149,101 @@ class ProgramCache:
         key: JSON-able value of everything that determines the programs besides sources and versions.
         devices: devices that run them.
         strict: see ``Executable``.
+        shipped: folder of executables that came with a checkpoint, in the layout of ``folder``; None: none.
+        trusted: open executables of ``shipped`` that somebody else has compiled, see ``executable_signature``.
     """
 
-    def __init__(self, folder: Path | None, key: Any, devices: Sequence[Any], strict: bool):
-        self.devices, self.strict = list(devices), strict
-        self.folder = None if folder is None else folder / digest([key, compile_environment(self.devices)])[:32]
+    def __init__(
+        self,
+        folder: Path | None,
+        key: Any,
+        devices: Sequence[Any],
+        strict: bool,
+        *,
+        shipped: Path | None = None,
+        trusted: bool = False,
+    ):
+        self.devices, self.strict, self._trusted = list(devices), strict, trusted
+        name = digest([key, compile_environment(self.devices)])[:32]
+        self.folder = None if folder is None else folder / name
+        self._shipped = None if shipped is None else shipped / name
         self.counts = CompileCounts()
-        self.ready = False
+        self.loader: ProgramLoader[Executable] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all programs are loaded."""
+        return self.loader is not None and self.loader.complete
 
     def compile_all(self, programs: Sequence[EngineProgram]) -> dict[str, Executable]:
         """Loads the programs that are on disk; compiles and saves the others, one per core at a time."""
+        return dict(self.load(programs, len(programs)))
+
+    def load(
+        self, programs: Sequence[EngineProgram], first: int, progress: Callable[[str, int, int], None] | None = None
+    ) -> ProgramLoader[Executable]:
+        """Loads or compiles the first programs; ``start`` of the loader does the others in the background.
+
+        Args:
+            programs: all programs of the engine, the most useful first.
+            first, progress: see ``ProgramLoader``.
+        """
         started = time.monotonic()
-        cached = contextlib.nullcontext() if self.folder is None else _without_jax_cache()
-        with cached, ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
-            executables = list(pool.map(self._compile_or_load, programs))
+        self.loader = ProgramLoader(programs, self._compile_or_load, first, progress)
         self.counts.seconds += time.monotonic() - started
-        return {program.name: one for program, one in zip(programs, executables, strict=True)}
+        return self.loader
+
+    def wait(self) -> None:
+        """Waits until all programs are loaded.
+
+        Raises:
+            Exception: a program could not be compiled.
+        """
+        if self.loader is not None:
+            self.loader.wait()
 
     def saved_value(self, name: str, value: Any = None) -> Any:
         """Saves a JSON value under a name, or without a value returns the saved one; None if there is none."""
-        if self.folder is None:
-            return None
-        path = self.folder / f"{name}.json"
         if value is not None:
-            write_json(path, value)
+            if self.folder is not None:
+                write_json(self.folder / f"{name}.json", value)
             return value
-        return read_json(path) if path.exists() else None
+        for folder in (self.folder, self._shipped):
+            if folder is not None and (path := folder / f"{name}.json").exists():
+                return read_json(path)
+        return None
 
     def _compile_or_load(self, program: EngineProgram) -> Executable:
-        compiled = None if self.folder is None else self._load(program)
-        if compiled is None:
-            with _mesh_of(program):
-                compiled = program.jit().lower(*program.arguments.values()).compile()
-            self.counts.compiled += 1
-            if self.folder is not None:
-                self._save(program, compiled)
-        else:
-            self.counts.loaded += 1
+        for folder, trusted in ((self.folder, False), (self._shipped, self._trusted)):
+            if folder is not None and (compiled := self._load(folder, program, trusted)) is not None:
+                self.counts.loaded += 1
+                return Executable(program, compiled, self.counts, self.strict)
+        cached = contextlib.nullcontext() if self.folder is None else _without_jax_cache()
+        with cached, _mesh_of(program):
+            compiled = program.jit().lower(*program.arguments.values()).compile()
+        self.counts.compiled += 1
+        if self.folder is not None:
+            self._save(self.folder, program, compiled)
         return Executable(program, compiled, self.counts, self.strict)
 
-    def _path(self, program: EngineProgram) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{program.name}-{digest(describe(dict(program.arguments)))[:8]}.xla"
+    def _path(self, folder: Path, program: EngineProgram) -> Path:
+        return folder / f"{program.name}-{digest([program.key, describe(dict(program.arguments))])[:8]}.xla"
 
-    def _save(self, program: EngineProgram, compiled: Any) -> None:
+    def _save(self, folder: Path, program: EngineProgram, compiled: Any) -> None:
         data, _, out = serialize_executable.serialize(compiled)
         with _mesh_of(program):
             shape = jax.eval_shape(program.function, *program.arguments.values())
         stored = _to_json(shape)
         assert jax.tree.structure(shape) == jax.tree.structure(_from_json(stored)) == out
-        write_json(self._path(program).with_suffix(".out.json"), stored)
-        with atomic(self._path(program)) as file:
-            file.write(_sign(self._path(program).name, data) + data)
+        path = self._path(folder, program)
+        write_json(path.with_suffix(".out.json"), stored)
+        with atomic(path) as file:
+            file.write(sealed(path.name, data))
 
-    def _load(self, program: EngineProgram) -> Any:
-        path = self._path(program)
+    def _load(self, folder: Path, program: EngineProgram, trusted: bool) -> Any:
+        path = self._path(folder, program)
         out = path.with_suffix(".out.json")
-        if not path.exists() or not out.exists():
-            return None
-        content = path.read_bytes()
-        signature, data = content[:32], content[32:]
-        if not hmac.compare_digest(signature, _sign(path.name, data)):
+        if not path.exists() or not out.exists() or (data := opened(path, trusted=trusted)) is None:
             return None
         in_tree = jax.tree.structure((tuple(program.arguments.values()), {}))
         out_tree = jax.tree.structure(_from_json(read_json(out)))
@@ -221,13 +257,27 @@ def compile_environment(devices: Sequence[Any]) -> list[Any]:
     return [
         jax.__version__,
         importlib.metadata.version("jaxlib"),
-        [first.platform, first.device_kind, first.client.platform_version, len(devices)],
+        [first.platform, first.device_kind, first.client.platform_version, len(devices), _instructions(first.platform)],
         [str(getattr(jax.config, name)) for name in settings],
         [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
         source_digest(),
     ]
 
 
+@functools.cache
+def _instructions(platform_name: str) -> list[str]:
+    """Machine and instruction sets of a CPU that compiles for itself; empty for other devices."""
+    if platform_name != "cpu":
+        return []
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.machine(), platform.processor()]
+    names = ("flags", "Features", "model name")
+    return [platform.machine(), *sorted({line for line in lines if line.split("\t")[0].strip() in names})]
+
+
+@functools.cache
 def source_digest() -> str:
     """Hash of the source files that programs are compiled from."""
     found = hashlib.sha256()
@@ -278,54 +328,30 @@ def _mesh_of(program: EngineProgram) -> Any:
 
 
 _switch = threading.Lock()
+_disabled: list[bool] = []
+"""Whether the cache was enabled, once for every thread that has disabled it."""
 
 
 @contextlib.contextmanager
 def _without_jax_cache() -> Iterator[None]:
-    """Disables jax's compilation cache: an executable from it cannot be serialised again (CPU, jax 0.10)."""
-    with _switch:
-        before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()
-        try:
-            yield
-        finally:
-            jax.config.update("jax_enable_compilation_cache", before)
-            compilation_cache.reset_cache()
+    """Disables jax's compilation cache: an executable from it cannot be serialised again (CPU, jax 0.10).
 
-
-def _sign(name: str, data: bytes) -> bytes:
-    return hmac.digest(_signing_key(), name.encode() + b"\0" + data, "sha256")
-
-
-def _signing_key() -> bytes:
-    """Signing key: random bytes that only this user can read; created on first use.
-
-    Raises:
-        PermissionError: others can read the key, or it is damaged.
+    The setting is of the whole process, so other programs that are compiled meanwhile are not cached either.
     """
-    path = cache_root("") / "engine.key"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        part.touch(mode=0o600)
-        part.write_bytes(secrets.token_bytes(KEY_BYTES))
-        sync(part)
-        with contextlib.suppress(FileExistsError):
-            os.link(part, path)  # another process may have been first
-        part.unlink()
-    held = path.stat()
-    if held.st_uid != os.getuid() or held.st_mode & 0o077:
-        raise PermissionError(
-            f"{path} can be read by others than you, so its signatures prove nothing. Delete it; a new key is created."
-        )
-    key = path.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise PermissionError(
-            f"{path} has {len(key)} bytes instead of {KEY_BYTES}, so its signatures prove nothing. Delete it; a new "
-            "key is created."
-        )
-    return key
+    with _switch:
+        enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+        if not _disabled:
+            jax.config.update("jax_enable_compilation_cache", False)
+            compilation_cache.reset_cache()
+        _disabled.append(_disabled[0] if _disabled else enabled)
+    try:
+        yield
+    finally:
+        with _switch:
+            enabled = _disabled.pop()
+            if not _disabled:
+                jax.config.update("jax_enable_compilation_cache", enabled)
+                compilation_cache.reset_cache()
 
 
 def config_key(*configs: Any) -> list[Any]:

@@ -6,6 +6,7 @@ steps per call, K top log-probabilities.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxllm.infer.runner.packed_buffer import PackedBuffer
@@ -117,3 +118,30 @@ class StepShape:
             fields += [("scores", (t,), self.logprob_dtype), ("ranks", (t,), "int32")]
             fields += [("prompt_ids", top, "int32"), ("prompt_top", top, self.logprob_dtype)]
         return PackedBuffer(tuple(fields))
+
+
+def by_usefulness(shapes: Sequence[StepShape]) -> tuple[list[StepShape], list[StepShape]]:
+    """Shapes that an engine can serve with alone, and the others with the most useful first.
+
+    Any step fits into the largest shape of its kind with the most capable sampler, padded. Of the others, a single
+    user's come first: the plain sampler, the smallest sizes, then the largest ones.
+    """
+    most = max(shape.full for shape in shapes)
+    kinds = [[one for one in shapes if one.decode == decode] for decode in (False, True)]
+    ends = {id(kind): (min(s.tokens for s in kind), max(s.tokens for s in kind)) for kind in kinds if kind}
+    first = [next(s for s in kind if s.full == most and s.tokens == ends[id(kind)][1]) for kind in kinds if kind]
+
+    def order(shape: StepShape) -> tuple[bool, int, bool, int]:
+        least, largest = next(ends[id(kind)] for kind in kinds if kind and kind[0].decode == shape.decode)
+        rank = 0 if shape.tokens == least else 1 if shape.tokens == largest else 2
+        return shape.full, rank, not shape.decode, shape.tokens
+
+    return first, sorted((one for one in shapes if one not in first), key=order)
+
+
+def smallest_fitting(shapes: Sequence[StepShape], least: StepShape) -> StepShape | None:
+    """Smallest of some shapes that a step of the shape ``least`` fits into; None if there is none."""
+    fitting = [
+        one for one in shapes if one.decode == least.decode and one.tokens >= least.tokens and one.full >= least.full
+    ]
+    return min(fitting, key=lambda one: (one.tokens, one.full), default=None)

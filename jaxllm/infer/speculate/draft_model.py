@@ -39,8 +39,8 @@ class ServedModel:
     """Model that an engine serves, and how, for proposers that run a model beside it.
 
     Attributes:
-        model, params, config, tokenizer, vocab_size, longest, mesh, manifest, strict: arguments of ``Engine.of``, with
-            the vocabulary's size settled.
+        model, params, config, tokenizer, vocab_size, longest, mesh, manifest, strict, background: arguments of
+            ``Engine.of``, with the vocabulary's size settled.
     """
 
     model: Functional
@@ -52,6 +52,7 @@ class ServedModel:
     mesh: jax.sharding.Mesh | None = None
     manifest: Path | None = None
     strict: bool = False
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class DraftModelProposer:
         )  # fmt: skip
         self.runner = ModelRunner(
             model, params, sizes, vocab_size=served.vocab_size, mesh=served.mesh, manifest=served.manifest,
-            strict=served.strict,
+            strict=served.strict, background=served.background,
         )  # fmt: skip
         # A slot has the same pages for ever: those of layers with a sliding window are used in turn.
         slots, places = np.arange(config.max_sequences, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)

@@ -6,7 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 
@@ -63,6 +71,12 @@ def _as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("zero", "give 1 or more, or -1 for as many as fit")
+    return value
+
+
 WHOLE_NUMBER = BeforeValidator(_as_integer)
 """Validator that accepts 2.0 as an integer. It follows the bounds, which the published schema would lose otherwise."""
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE_NUMBER]
@@ -71,5 +85,7 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE_NUMBER]
 Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "token"}), WHOLE_NUMBER]
+Truncation = Annotated[int, Field(ge=-1, le=2**31 - 1), WHOLE_NUMBER, AfterValidator(_not_zero)]
+"""Number of tokens to keep, or -1."""
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(max_length=512)]

@@ -9,22 +9,17 @@ from pydantic import ConfigDict, Field
 from jaxllm.serve.api.request_fields import (
     WHOLE_NUMBER,
     Count,
-    Fraction,
     Name,
-    Penalty,
     RequestModel,
-    Seed,
-    Stop,
-    Temperature,
     Token,
     UnsupportedField,
 )
+from jaxllm.serve.api.sampling_fields import SamplingFields
 
-_STORES = "nothing is stored here"
+_STORES = "nothing is stored here, so a completion could not be asked for again later"
 
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-GrammarText = Annotated[str, Field(min_length=1, max_length=100_000)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
@@ -32,22 +27,6 @@ def _needs(field: str, switch: str) -> dict[str, Any]:
     """JSON schema: ``field`` is null, or ``switch`` is true."""
     on = {"required": [switch], "properties": {switch: {"const": True}}}
     return {"anyOf": [{"properties": {field: {"type": "null"}}}, on]}
-
-
-class StreamOptions(RequestModel):
-    """Options of a streamed response."""
-
-    include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, UnsupportedField("chunks are not padded", False)] = None
-
-
-class StructuredOutputs(RequestModel):
-    """Constraint on the generated text, exactly one of these. An extension of OpenAI's API."""
-
-    json_: dict[str, Any] | None = Field(default=None, alias="json")
-    regex: GrammarText | None = None
-    choice: Annotated[list[Stop], Field(min_length=1, max_length=256)] | None = None
-    grammar: GrammarText | None = None
 
 
 class TextFormat(RequestModel):
@@ -76,46 +55,6 @@ class JsonSchemaFormat(RequestModel):
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
-
-
-class SamplingFields(RequestModel):
-    """Sampling fields that chat completions and text completions share."""
-
-    model: Name
-    n: Annotated[int, Field(ge=1, le=128), WHOLE_NUMBER] | None = None
-    seed: Seed | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Temperature | None = None
-    top_p: Fraction | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra={"additionalProperties": False})]
-        | None
-    ) = None
-    user: Name | None = Field(default=None, description="Written to the log.")
-    # Extensions of OpenAI's API:
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE_NUMBER] | None = None
-    bad_words: Annotated[list[Stop], Field(max_length=64)] | None = None
-    allowed_token_ids: Annotated[list[Token], Field(min_length=1, max_length=4096)] | None = None
-    include_stop_str_in_output: bool | None = None
-    beams: Annotated[int, Field(ge=1, le=16), WHOLE_NUMBER] | None = None
-    length_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE_NUMBER] | None = Field(
-        default=None, description="Higher is scheduled first, 0 by default; needs --policy priority."
-    )
-    cache_salt: Name | None = Field(
-        default=None, description="The prefix cache is shared only with requests of the same cache_salt."
-    )
 
 
 class TextPart(RequestModel):
@@ -250,6 +189,9 @@ class ChatRequest(SamplingFields):
         default=None,
         description="Extension: end the prompt with the beginning of the assistant's turn; true by default.",
     )
+    continue_final_message: bool | None = Field(
+        default=None, description="Extension: the answer continues the last message, whose turn is left open."
+    )
     audio: Annotated[Any, UnsupportedField("this model writes text")] = None
     modalities: Annotated[Any, UnsupportedField("this model writes text", ["text"])] = None
     function_call: Annotated[Any, UnsupportedField("it was replaced by tool_choice", "none")] = None
@@ -258,7 +200,9 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="True by default; false: at most one call.")
     response_format: Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    metadata: Annotated[Any, UnsupportedField(_STORES, {})] = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
+        default=None, description="No effect: OpenAI finds stored completions by it."
+    )
     store: Annotated[Any, UnsupportedField(_STORES, False)] = None
     moderation: Annotated[Any, UnsupportedField("nothing is moderated here")] = None
     prediction: Annotated[Any, UnsupportedField("predicted outputs are not used here")] = None
@@ -267,9 +211,11 @@ class ChatRequest(SamplingFields):
     prompt_cache_retention: Annotated[Any, UnsupportedField("prefixes are kept while there is room", "in_memory")] = (
         None
     )
-    reasoning_effort: Annotated[
-        Any, UnsupportedField("see chat_template_kwargs for what the model's template knows")
-    ] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None,
+        description="For the chat template, as reasoning_effort, or as enable_thinking (false for none and minimal); "
+        "no effect where it reads neither.",
+    )
     verbosity: Annotated[Any, UnsupportedField("models here have no such setting")] = None
     web_search_options: Annotated[Any, UnsupportedField("nothing is searched here")] = None
     service_tier: Annotated[Any, UnsupportedField("there is one tier", "auto", "default")] = None
@@ -300,6 +246,8 @@ class EmbeddingRequest(RequestModel):
     model: Name
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
+    add_special_tokens: bool | None = Field(default=None, description="Extension: true by default.")
+    parse_special: bool | None = Field(default=None, description="Extension: true by default.")
     dimensions: Count | None = Field(default=None, description="Must be the model's own dimension.")
     user: Name | None = Field(default=None, description="Written to the log.")
     pooling: Literal["mean", "last"] | None = Field(
@@ -334,9 +282,13 @@ class TokenizeRequest(RequestModel):
     model: Name | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = Field(default=None, description="True by default for a prompt, not a chat.")
+    parse_special: bool | None = Field(default=None, description="True by default for a prompt, not a chat.")
+    add_generation_prompt: bool | None = Field(default=None, description="True by default; for messages.")
+    continue_final_message: bool | None = Field(default=None, description="For messages.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="For messages.")
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = Field(default=None, description="For messages.")
+    return_token_strs: bool | None = Field(default=None, description="The response has the text of each token too.")
 
 
 class DetokenizeRequest(RequestModel):

@@ -28,12 +28,27 @@ class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
+class PromptTokenDetails(ResponseModel):
+    """Tokens of the prompts that the prefix cache had."""
+
+    cached_tokens: int
+
+
 class UsageCounts(ResponseModel):
     """Token counts of a request: prompt and completion."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokenDetails
+
+
+class PromptLogprob(ResponseModel):
+    """Log-probability of a token at a position of the prompt, its rank (1: the likeliest) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class TopLogprob(ResponseModel):
@@ -89,6 +104,8 @@ class ChatChoice(ResponseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None = None
+    """Generated tokens, if ``return_token_ids`` asks for them."""
 
 
 class ChatCompletion(ResponseModel):
@@ -100,6 +117,9 @@ class ChatCompletion(ResponseModel):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: UsageCounts
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """By token id, for each token of the prompt but the first, if requested."""
 
 
 class TextLogprobs(ResponseModel):
@@ -118,6 +138,9 @@ class TextChoice(ResponseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class TextCompletion(ResponseModel):
@@ -139,6 +162,8 @@ class ModelCard(ResponseModel):
     created: int
     owned_by: str
     max_model_len: int
+    sampling: dict[str, float] = {}
+    """Extension: sampling parameters of requests that give none, from the model's ``generation_config.json``."""
     parent: str | None = None
     """Base of an adapter; absent for the base itself."""
 
@@ -180,6 +205,8 @@ class Tokenized(ResponseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = None
+    """Text of each token, if ``return_token_strs`` asks for it."""
 
 
 class Detokenized(ResponseModel):
@@ -198,9 +225,22 @@ class AdapterState(ResponseModel):
 
 
 class Status(ResponseModel):
-    """Response of `GET /health` and `GET /ready`."""
+    """Response of `GET /health`."""
 
     status: str
+
+
+class Readiness(ResponseModel):
+    """Response of `GET /ready`, with status 200 once the server answers requests, and 503 before and after."""
+
+    status: Literal["loading", "compiling", "ready", "stopping", "failed"]
+    """What the server does: it loads the model, compiles its first programs, answers requests, or stops."""
+    programs_done: int
+    """Compiled programs that are loaded; the others follow while requests are answered."""
+    programs: int
+    """Programs in all; 0 until the model is loaded."""
+    error: ErrorDetail | None = None
+    """Why requests are refused, with status 503."""
 
 
 class Version(ResponseModel):

@@ -9,9 +9,17 @@ from typing import Any
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve.api.errors import ApiError
-from jaxllm.serve.api.event_stream import DONE, event
-from jaxllm.serve.api.logprobs import TextLogprobsBuilder
-from jaxllm.serve.api.prompt_encoding import encode_prompts, remaining_tokens, sampling_params, scheduling_of
+from jaxllm.serve.api.event_stream import DONE, StreamUsage, check_streaming, event
+from jaxllm.serve.api.guided_decoding import grammar_of
+from jaxllm.serve.api.logprobs import TextLogprobsBuilder, add_token_ids, prompt_logprobs
+from jaxllm.serve.api.prompt_encoding import (
+    encode_prompts,
+    remaining_tokens,
+    sampling_params,
+    scheduling_of,
+    truncated,
+    with_model_sampling,
+)
 from jaxllm.serve.api.request_schemas import CompletionRequest
 from jaxllm.serve.backend import Backend
 from jaxllm.serve.generation import GenerationJob, RequestDispatcher, Usage
@@ -44,20 +52,22 @@ class TextCompletionHandler:
     def __init__(
         self, dispatcher: RequestDispatcher, body: CompletionRequest, head: dict[str, Any], record: dict[str, Any]
     ):
-        if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options needs stream = true.", param="stream_options")
+        check_streaming(body)
+        body = with_model_sampling(body, dispatcher.backend.sampling)
         self._dispatcher, self._body, self._head, self._record = dispatcher, body, head, record
         self.usage = Usage()
-        service = scheduling_of(body, dispatcher.backend, record)
-        prompts = encode_prompts(dispatcher.backend.tokenizer, body.prompt, "prompt")
-        self.jobs = [_job(dispatcher.backend, body, ids, service) for ids in prompts]
+        backend = dispatcher.backend
+        service = scheduling_of(body, backend, record)
+        prompts = encode_prompts(
+            backend.tokenizer, body.prompt, "prompt", add_special_tokens=body.add_special_tokens,
+            parse_special=body.parse_special,
+        )  # fmt: skip
+        self.jobs = [_job(backend, body, ids, service) for ids in prompts]
         dispatcher.check(self.jobs, "prompt")
         self._n = self.jobs[0].params.n
         listed = body.logprobs is not None
         self._choices = [
-            _Choice(
-                TextLogprobsBuilder(dispatcher.backend.tokenizer, best=(body.logprobs or 0) > 0) if listed else None
-            )
+            _Choice(TextLogprobsBuilder(backend.tokenizer, spelt=self.jobs[0].params.spelt) if listed else None)
             for _ in range(self._n * len(self.jobs))
         ]
 
@@ -66,31 +76,50 @@ class TextCompletionHandler:
         texts = [""] * len(self._choices)
         scores: list[Any] = [None] * len(texts)
         ends: list[str | None] = [None] * len(texts)
+        also: list[dict[str, Any]] = [{} for _ in texts]
         async for job, output in self._dispatcher.run(self.jobs, self.usage, self._record):
             index, text, columns = self._update(job, output)
             texts[index] += text
             if columns is not None:
                 scores[index] = columns if scores[index] is None else _joined(scores[index], columns)
             ends[index] = output.finish or ends[index]
+            add_token_ids(also[index], self._token_ids(job, output))
+            if self._body.prompt_logprobs is not None and "prompt_logprobs" not in also[index]:
+                also[index]["prompt_logprobs"] = self._prompt_logprobs(job, output)
         choices = [
-            {"index": i, "text": text, "logprobs": scores[i], "finish_reason": ends[i]} for i, text in enumerate(texts)
+            {"index": i, "text": text, "logprobs": scores[i], "finish_reason": ends[i], **also[i]}
+            for i, text in enumerate(texts)
         ]
         return {**self._head, "object": "text_completion", "choices": choices, "usage": self.usage.body()}
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Server-sent events of a streamed request."""
-        options = self._body.stream_options
-        counts = options is not None and bool(options.include_usage)
-        last = {"usage": None} if counts else {}
+        counts = StreamUsage(self._body.stream_options, self.usage)
+        begun = set[int]()
         async for job, output in self._dispatcher.run(self.jobs, self.usage, self._record):
             index, text, columns = self._update(job, output)
-            if not text and columns is None and output.finish is None:
+            ids = self._token_ids(job, output)
+            if not text and columns is None and output.finish is None and not ids.get("token_ids"):
                 continue
-            choice = {"index": index, "text": text, "logprobs": columns, "finish_reason": output.finish}
-            yield event({**self._head, "object": "text_completion", "choices": [choice], **last})
-        if counts:
+            if index in begun:
+                ids.pop("prompt_token_ids", None)
+            begun.add(index)
+            choice = {"index": index, "text": text, "logprobs": columns, "finish_reason": output.finish, **ids}
+            yield event({**self._head, "object": "text_completion", "choices": [choice], **counts.of_chunk()})
+        if counts.at_end:
             yield event({**self._head, "object": "text_completion", "choices": [], "usage": self.usage.body()})
         yield DONE
+
+    def _token_ids(self, job: int, output: OutputDelta) -> dict[str, Any]:
+        """Token ids of the prompt and of an output delta, if requested."""
+        if not self._body.return_token_ids:
+            return {}
+        return {"token_ids": list(output.tokens), "prompt_token_ids": self.jobs[job].prompt}
+
+    def _prompt_logprobs(self, job: int, output: OutputDelta) -> list[dict[str, Any] | None]:
+        request = output.request
+        top = [best[: self._body.prompt_logprobs] for best in request.text_top]
+        return prompt_logprobs(self._dispatcher.backend.tokenizer, self.jobs[job].prompt, request.text_scores, top)
 
     def _update(self, job: int, output: OutputDelta) -> tuple[int, str, dict[str, Any] | None]:
         """(choice index, its new text, its new log-probabilities); those of an echoed prompt come first."""
@@ -99,10 +128,13 @@ class TextCompletionHandler:
         columns = None
         if choice.logprobs is not None:
             rows: list[Any] = list(zip(output.tokens, output.logprobs, output.top, strict=True))
+            echoed: list[int] = []
             if self._body.echo and not choice.begun:
-                scores = [None, *(value for value, _ in output.request.text_scores)]
-                rows = [*zip(prompt, scores, [None, *output.request.text_top], strict=True), *rows]
-            columns = choice.logprobs.take(*([row[i] for row in rows] for i in range(3))) if rows else None
+                scores, echoed = [None, *(value for value, _ in output.request.text_scores)], prompt
+                top = [None, *(best[: self._body.logprobs] for best in output.request.text_top)]
+                rows = [*zip(prompt, scores, top, strict=True), *rows]
+            tokens, values, best = ([row[i] for row in rows] for i in range(3))
+            columns = choice.logprobs.take(tokens, values, best, echoed) if rows else None
         choice.begun = True
         return index, output.text, columns
 
@@ -112,16 +144,21 @@ def _joined(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Service) -> GenerationJob:
-    remaining_tokens(backend, ids, "prompt")
     asked = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if asked == 0 and not body.echo:
-        raise ApiError(400, "max_tokens = 0 generates nothing; it is legal with echo = true only.", param="max_tokens")
+    ids = truncated(ids, body, backend, asked)
+    remaining_tokens(backend, ids, "prompt")
+    if asked == 0 and not body.echo and body.prompt_logprobs is None:
+        message = "max_tokens = 0 generates nothing; it is legal with echo = true or prompt_logprobs only."
+        raise ApiError(400, message, param="max_tokens")
+    echoed = body.logprobs if body.echo else None
     params = sampling_params(
         body,
+        backend.tokenizer,
         asked,
         best_of=body.best_of,
         echo=body.echo,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=max((n for n in (echoed, body.prompt_logprobs) if n is not None), default=None),
+        grammar=grammar_of(body)[0],
     )
     return GenerationJob(ids, params, body.cache_salt or "", service)

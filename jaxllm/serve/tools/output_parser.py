@@ -7,16 +7,23 @@ Inside it is one generator that consumes the text and yields None where it needs
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Collection, Generator, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jaxllm.serve.tools.tool_formats import ToolCallFormat
+from jaxllm.serve.tools.call_format import ToolCallFormat
+from jaxllm.serve.tools.harmony import HarmonyFormat
+from jaxllm.serve.tools.json_calls import read_bare
+from jaxllm.serve.tools.text_reader import BracketScanner, ReadCall, TextReader
 
 REASONING_START, REASONING_END = "<think>", "</think>"
 Delta = dict[str, Any]
 Steps = Generator[Delta | None, None, Any]
+_LINE_START = re.compile(r"(?:\A\s*|\n[ \t]*)(```|[\[{])")
+_LATER_LINE_START = re.compile(r"\n[ \t]*(```|[\[{])")
+_LINE_MAY_START = re.compile(r"(?:\A|\n)[ \t]*`{0,2}\Z")
 
 
 @dataclass(frozen=True)
@@ -25,14 +32,16 @@ class ParserOptions:
 
     Attributes:
         call_format: tool-call format; None: calls are not parsed.
-        functions: names of the functions that may be called.
+        functions: JSON schemas of the arguments, by name of the functions that may be called.
+        legal: whether a call's arguments are legal, for functions that are strict; others are text.
         forced: a grammar guarantees that the text is calls, so their arguments are streamed as they are generated.
         parallel: several calls count; otherwise text after the first call is dropped.
         reasoning: "none"; "optional": the text may begin with a reasoning section; "open": it begins inside one.
     """
 
     call_format: ToolCallFormat | None = None
-    functions: Collection[str] = ()
+    functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    legal: Callable[[str, dict[str, Any]], bool] | None = None
     forced: bool = False
     parallel: bool = True
     reasoning: Literal["none", "optional", "open"] = "none"
@@ -49,15 +58,15 @@ class OutputParser:
     """
 
     def __init__(self, options: ParserOptions):
-        self._options = options
-        self._held, self._last = "", False
+        self._options, self._reader = options, TextReader()
+        self._space, self._at_line_start, self._has_said = "", True, False
         self.calls = 0
         self._steps = self._read()
 
     def push(self, text: str, last: bool = False) -> list[Delta]:
         """Deltas that become certain with some more text; ``last`` says that the text ends here."""
-        self._held += text
-        self._last = last
+        self._reader.text += text
+        self._reader.last = last
         out: list[Delta] = []
         for delta in self._steps:
             if delta is None:
@@ -66,39 +75,32 @@ class OutputParser:
         return out
 
     def _read(self) -> Steps:
-        options = self._options
+        options, call_format = self._options, self._options.call_format
+        if isinstance(call_format, HarmonyFormat) and not options.forced:
+            yield from self._messages(call_format)
+            return
         if options.reasoning != "none":
             yield from self._reasoning()
-        if options.call_format is None:
+        if call_format is None:
             yield from self._content()
-        elif options.forced:
-            yield from self._forced_calls(options.call_format)
+        elif options.forced and call_format.streams:
+            yield from self._forced_calls(call_format)
         else:
-            yield from self._calls_in_text(options.call_format)
+            yield from self._calls_in_text(call_format)
 
-    # Pieces of text
-
-    def _take(self, many: int) -> str:
-        taken, self._held = self._held[:many], self._held[many:]
-        return taken
-
-    def _space(self) -> Steps:
-        """Drops white space; returns whether any text follows."""
-        while not (found := self._held.lstrip()) and not self._last:
-            yield None
-        self._held = found
-        return bool(found)
+    # Reasoning and content
 
     def _until(self, field: str, marker: str) -> Steps:
         """Emits text up to a marker, without white space around markers; returns whether the marker was found.
 
         Text that may be the beginning of the marker is held back.
         """
-        while (at := self._held.find(marker)) < 0 and not self._last:
-            if text := self._take(len(self._held[: len(self._held) - marker_overlap(self._held, marker)].rstrip())):
+        reader = self._reader
+        while (at := reader.text.find(marker)) < 0 and not reader.last:
+            if text := reader.take(len(reader.text[: len(reader.text) - reader.held_back([marker])].rstrip())):
                 yield {field: text}
             yield None
-        text = self._take(len(self._held) if at < 0 else at)
+        text = reader.take(len(reader.text) if at < 0 else at)
         if at >= 0 or self.calls or field != "content":
             text = text.rstrip()
         if text:
@@ -107,40 +109,102 @@ class OutputParser:
 
     def _content(self) -> Steps:
         """Emits all further text as content."""
-        while self._held or not self._last:
-            if self._held:
-                yield {"content": self._take(len(self._held))}
-            if not self._last:
+        reader = self._reader
+        while reader.text or not reader.last:
+            if reader.text:
+                yield {"content": reader.take(len(reader.text))}
+            if not reader.last:
                 yield None
 
     def _reasoning(self) -> Steps:
+        reader = self._reader
         if self._options.reasoning == "optional":
-            while not (found := self._held.lstrip()).startswith(REASONING_START):
-                if self._last or not REASONING_START.startswith(found):
+            while not (found := reader.text.lstrip()).startswith(REASONING_START):
+                if reader.last or not REASONING_START.startswith(found):
                     return
                 yield None
-            self._held = found[len(REASONING_START) :]
-        yield from self._space()
+            reader.text = found[len(REASONING_START) :]
+        yield from reader.space()
         if (yield from self._until("reasoning_content", REASONING_END)):
-            self._take(len(REASONING_END))
-        yield from self._space()
+            reader.take(len(REASONING_END))
+        yield from reader.space()
+
+    def _messages(self, call_format: HarmonyFormat) -> Steps:
+        for found in call_format.read_messages(self._reader, self._options.functions):
+            if not isinstance(found, ReadCall):
+                yield None if found is None else {found[0]: found[1]}
+            elif self._more_calls_allowed:
+                yield self._delta_of(found)
 
     # Tool calls in free text
 
     def _calls_in_text(self, call_format: ToolCallFormat) -> Steps:
-        if not call_format.exclusive:
-            while self._more_calls_allowed and (yield from self._until("content", call_format.start_marker)):
-                yield from self._call_list(call_format)
+        reader, options = self._reader, self._options
+        while self._more_calls_allowed and (bare := (yield from self._next_start(call_format))) is not None:
+            if bare:
+                found = read_bare(reader, options.functions, options.legal)
+            else:
+                found = call_format.read(reader, options.functions)
+            for one in found:
+                if isinstance(one, ReadCall):
+                    self._space = ""
+                    yield self._delta_of(one)
+                    if not self._more_calls_allowed:
+                        break
+                elif one is None:
+                    yield None
+                else:
+                    yield self._said(one)
+            if self.calls and not self._space:
+                yield from reader.space()
+        if not self._more_calls_allowed:
             yield from self._ignore()
-            return
-        while not (found := self._held.lstrip()) and not self._last:
+
+    def _next_start(self, call_format: ToolCallFormat) -> Steps:
+        """Emits content up to where a call may begin; returns whether it is a bare one, or None at the end of the text.
+
+        Text that may be the beginning of a call is held back, and so is white space, which calls have none around.
+        """
+        reader, markers = self._reader, call_format.start_markers
+        while True:
+            starts: list[tuple[int, bool]] = []
+            if not call_format.exclusive:
+                starts += [(at, False) for marker in markers if (at := reader.text.find(marker)) >= 0]
+            elif not self._has_said and reader.text.lstrip().startswith(markers):
+                starts.append((len(reader.text) - len(reader.text.lstrip()), False))
+            begins = _LINE_START if self._at_line_start else _LATER_LINE_START
+            if found := begins.search(reader.text):
+                starts.append((found.start(1), True))
+            at, bare = min(starts, default=(len(reader.text), None))
+            rest = reader.text[at:]
+            undecided = bare is True and not reader.last and any(marker.startswith(rest) for marker in markers)
+            if bare is not None and not undecided:
+                before = reader.take(at)
+                if text := before.rstrip():
+                    yield self._said(text)
+                self._space += before[len(text) :]
+                return bare
+            if reader.last:
+                if text := reader.text.rstrip() if self.calls else reader.text:
+                    yield self._said(text)
+                reader.text = ""
+                return None
+            held = [len(reader.text) - (0 if call_format.exclusive else reader.held_back(markers))]
+            begun = reader.text.lstrip()
+            if not self._has_said and call_format.exclusive and any(marker.startswith(begun) for marker in markers):
+                held.append(0)
+            if may := _LINE_MAY_START.search(reader.text):
+                held.append(may.start())
+            if text := reader.take(len(reader.text[: min(held)].rstrip())):
+                yield self._said(text)
             yield None
-        if found.startswith(call_format.start_marker):
-            self._held = found
-            yield from self._call_list(call_format)
-            if self.calls:
-                yield from self._space()
-        yield from self._content() if self._more_calls_allowed else self._ignore()
+
+    def _said(self, text: str) -> Delta:
+        """Content, after the white space that was held back before it."""
+        text, self._space = self._space + text, ""
+        self._has_said = self._has_said or bool(text.strip())
+        self._at_line_start = text.rstrip(" \t").endswith("\n")
+        return {"content": text}
 
     @property
     def _more_calls_allowed(self) -> bool:
@@ -148,104 +212,34 @@ class OutputParser:
         return self._options.parallel or not self.calls
 
     def _ignore(self) -> Steps:
-        while not self._last:
-            self._held = ""
+        while not self._reader.last:
+            self._reader.text = ""
             yield None
-
-    def _call_list(self, call_format: ToolCallFormat) -> Steps:
-        """Parses from a start marker to the end of its calls; text that is not a call is emitted as content."""
-        at = yield from self._match(call_format.begin, 0)
-        if at < 0:
-            yield {"content": self._take(len(call_format.start_marker))}
-        while at >= 0:
-            found, at = yield from self._call(call_format, at)
-            if found is None:
-                yield {"content": self._take(max(at, len(call_format.start_marker)))}
-                return
-            self._take(at)
-            yield self._call_delta(found[0], json.dumps(found[1], ensure_ascii=False))
-            if not self._more_calls_allowed or not (call_format.begin or call_format.exclusive):
-                return  # every call has a start marker of its own
-            at = yield from self._after_call(call_format)
-
-    def _after_call(self, call_format: ToolCallFormat) -> Steps:
-        """After a call: position of the next one, or -1 after the last."""
-        if call_format.end and (at := (yield from self._match(call_format.end, 0))) >= 0:
-            self._take(at)
-            return -1
-        if not (yield from self._space()):
-            return -1
-        return (yield from self._match(call_format.between, 0))
-
-    def _call(self, call_format: ToolCallFormat, at: int) -> Steps:
-        """((name, arguments), its end), or (None, the end of the text that is not a call)."""
-        held = at
-        at = yield from self._match(call_format.open, held)
-        name = ""
-        if call_format.name_separator is not None and at >= 0:
-            marker = call_format.name_separator.strip()
-            while (end := self._held.find(marker, at)) < 0 and not self._last:
-                yield None
-            if end < 0:
-                return None, len(self._held)
-            name, at = self._held[at:end].strip(), end + len(marker)
-        if at < 0:
-            return None, held
-        begin = yield from self._match("{", at)
-        if begin < 0:
-            return None, at
-        scan, begin = JsonObjectScanner(), begin - 1
-        at = begin
-        while (end := scan.feed(self._held, at)) < 0:
-            at = len(self._held)
-            if self._last:
-                return None, at
-            yield None
-        found = _json_object(self._held[begin:end])
-        if call_format.name_separator is None and found is not None:
-            name = found.get("name")
-            found = found.get(call_format.arguments_key)
-        if not isinstance(found, dict) or not isinstance(name, str) or name not in self._options.functions:
-            return None, end
-        at = yield from self._match(call_format.close, end)
-        return ((name, found), at) if at >= 0 else (None, end)
-
-    def _match(self, text: str, at: int) -> Steps:
-        """End of ``text`` in the held text from ``at`` on, ignoring white space; -1 where it does not match."""
-        for letter in "".join(text.split()):
-            while not (rest := self._held[at : at + 1]) or rest.isspace():
-                if not rest and self._last:
-                    return -1
-                if rest:
-                    at += 1
-                else:
-                    yield None
-            if rest != letter:
-                return -1
-            at += 1
-        return at
 
     # Tool calls that a grammar forces
 
     def _forced_calls(self, call_format: ToolCallFormat) -> Steps:
+        reader = self._reader
         while True:
+            name = ""
             for marker in (call_format.name_prefix, call_format.arguments_prefix):
-                while (at := self._held.find(marker)) < 0:
-                    if self._last:
-                        return
-                    yield None
-                name = self._take(at)
-                self._take(len(marker))
+                if (at := (yield from reader.find(marker, 0))) < 0:
+                    return
+                name = reader.take(at)
+                reader.take(len(marker))
             yield self._call_delta(name)
-            scan, end = JsonObjectScanner(), -1
+            scan, end = BracketScanner(), -1
             while end < 0:
-                end = scan.feed(self._held)
-                if text := self._take(len(self._held) if end < 0 else end):
+                end = scan.feed(reader.text)
+                if text := reader.take(len(reader.text) if end < 0 else end):
                     yield self._arguments_delta(text)
                 if end < 0:
-                    if self._last:
+                    if reader.last:
                         return
                     yield None
+
+    def _delta_of(self, call: ReadCall) -> Delta:
+        return self._call_delta(call.name, json.dumps(call.arguments, ensure_ascii=False))
 
     def _call_delta(self, name: str, arguments: str = "") -> Delta:
         # Chat templates of Mistral models require ids of nine letters and digits.
@@ -255,44 +249,6 @@ class OutputParser:
 
     def _arguments_delta(self, text: str) -> Delta:
         return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": text}}]}
-
-
-def marker_overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of a text that is a prefix of the marker."""
-    many = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((n for n in many if marker.startswith(text[-n:])), 0)
-
-
-class JsonObjectScanner:
-    """Incremental scanner that finds the end of a JSON object."""
-
-    def __init__(self) -> None:
-        self._depth, self._quoted, self._escaped = 0, False, False
-
-    def feed(self, text: str, at: int = 0) -> int:
-        """End of the object in ``text``, of which characters before ``at`` were scanned; -1 while it is incomplete."""
-        for place in range(at, len(text)):
-            letter = text[place]
-            if self._quoted:
-                self._quoted = self._escaped or letter != '"'
-                self._escaped = letter == "\\" and not self._escaped
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return place + 1
-        return -1
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def merge_deltas(deltas: Iterable[Delta]) -> dict[str, Any]:

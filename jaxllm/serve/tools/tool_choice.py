@@ -12,16 +12,11 @@ from jaxllm.infer.grammar import Grammar
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.request_schemas import AllowedTools, ChatRequest, NamedTool
 from jaxllm.serve.backend import Backend
+from jaxllm.serve.tools.call_format import ToolCallFormat, UnsupportedSchema
+from jaxllm.serve.tools.call_grammar import ANY_ARGUMENTS, closed, reasoning_rules, special_tokens_in
+from jaxllm.serve.tools.harmony import HarmonyFormat
 from jaxllm.serve.tools.output_parser import REASONING_END, REASONING_START, ParserOptions
-from jaxllm.serve.tools.tool_formats import (
-    TOOL_CALL_FORMATS,
-    ToolCallFormat,
-    detect_format,
-    reasoning_rules,
-    special_tokens_in,
-    supports_tools,
-    tools_prompt,
-)
+from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS, detect_format, supports_tools, tools_prompt
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,11 @@ class ChatFormat:
         """Whether the chat template renders tools; otherwise the system message describes them (``tools_prompt``)."""
         return self.backend.template is not None and supports_tools(self.backend.template)
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template reads a variable."""
+        template = self.backend.template
+        return template is not None and any(variable in text for text in template.sources.values())
+
     @cached_property
     def has_reasoning(self) -> bool:
         """Whether the model marks reasoning sections (``<think>``)."""
@@ -65,10 +65,17 @@ class ChatFormat:
         """Ids of the special tokens that delimit tool calls."""
         if self.call_format is None:
             return ()
-        return special_tokens_in(self.backend.tokenizer, [self.call_format.render([("f", {}), ("f", {})])])
+        return special_tokens_in(self.backend.tokenizer, [self.call_format.markers])
+
+    @cached_property
+    def has_channels(self) -> bool:
+        """Whether every answer has the format's markers, also without tools."""
+        return isinstance(self.call_format, HarmonyFormat)
 
     def parser_options(self, prompt: str) -> ParserOptions:
         """Parser options for the answer to a prompt, without tool calls."""
+        if self.has_channels:
+            return ParserOptions(self.call_format)
         if not self.has_reasoning:
             return ParserOptions()
         return ParserOptions(reasoning="open" if prompt.rstrip().endswith(REASONING_START) else "optional")
@@ -124,14 +131,14 @@ class ToolChoice:
         schemas: JSON schemas of the arguments of the functions that may be called, by name.
         forced: the answer must be a call.
         parallel: several calls in one answer are legal.
-        strict: a grammar holds the arguments of all calls to their schemas.
+        strict: functions whose arguments a grammar holds to their schemas, in calls that are not forced.
     """
 
     tools: list[dict[str, Any]] | None = None
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     forced: bool = False
     parallel: bool = True
-    strict: bool = False
+    strict: frozenset[str] = frozenset()
 
     def parser_options(self, chat_format: ChatFormat, prompt: str) -> ParserOptions:
         """Parser options for the answer to a prompt."""
@@ -139,7 +146,10 @@ class ToolChoice:
         if not self.schemas:
             return plain
         if not self.forced:
-            return replace(plain, call_format=chat_format.call_format, functions=self.schemas, parallel=self.parallel)
+            legal = self._legal if self.strict else None
+            return replace(
+                plain, call_format=chat_format.call_format, functions=self.schemas, parallel=self.parallel, legal=legal
+            )
         # The grammar of a forced call has no reasoning section, except one that the prompt has opened.
         reasoning = plain.reasoning if plain.reasoning == "open" else "none"
         return replace(
@@ -152,14 +162,33 @@ class ToolChoice:
             return None
         end = REASONING_END if parser_options.reasoning == "open" else None
         assert parser_options.call_format is not None
-        rules = parser_options.call_format.rules(
-            self.schemas,
-            chat_format.backend.tokenizer,
-            parallel=self.parallel,
-            reasoning_end=end,
-            allow_text=not self.forced,
-        )
+        if chat_format.has_channels and not self.forced:
+            message = (
+                "this model's answers have channels, which no grammar covers; leave strict out, or force the call."
+            )
+            raise ApiError(400, message, param="tools")
+        # The grammar covers all calls; functions that are not strict may have any arguments.
+        held = self.schemas if self.forced else self.strict
+        schemas = {name: schema if name in held else ANY_ARGUMENTS for name, schema in self.schemas.items()}
+        try:
+            rules = parser_options.call_format.rules(
+                schemas,
+                chat_format.backend.tokenizer,
+                parallel=self.parallel,
+                reasoning_end=end,
+                allow_text=not self.forced,
+            )
+        except UnsupportedSchema as error:
+            raise ApiError(400, f"{error}.", param="tools") from None
         return Grammar.ebnf(rules)
+
+    def _legal(self, name: str, arguments: dict[str, Any]) -> bool:
+        """Whether arguments of a call without the format's markers, which no grammar covers, are legal."""
+        if name not in self.strict:
+            return True
+        import jsonschema
+
+        return jsonschema.Draft202012Validator(self.schemas[name]).is_valid(arguments)
 
 
 def resolve_tool_choice(body: ChatRequest, chat_format: ChatFormat) -> ToolChoice:
@@ -193,20 +222,18 @@ def resolve_tool_choice(body: ChatRequest, chat_format: ChatFormat) -> ToolChoic
         schemas = _select(schemas, [tool.function.name for tool in choice.allowed_tools.tools])
         forced = choice.allowed_tools.mode == "required"
     strict = {tool["function"]["name"] for tool in given if tool["function"].get("strict")} & set(schemas)
-    if strict and not forced:  # the grammar covers all calls; functions that are not strict may have any arguments
-        schemas = {name: schema if name in strict else {"type": "object"} for name, schema in schemas.items()}
-    return ToolChoice(given, schemas, forced, parallel, bool(strict))
+    return ToolChoice(given, schemas, forced, parallel, frozenset(strict))
 
 
 def _schema(parameters: dict[str, Any] | None, number: int) -> dict[str, Any]:
-    """JSON schema of a function's arguments; a function without parameters takes none."""
-    schema = parameters or {"properties": {}, "additionalProperties": False}
+    """JSON schema of a function's arguments, of which only those are legal that it names, see ``closed``."""
+    schema = parameters or {}
     if schema.get("type", "object") != "object":
         raise ApiError(
             400, f'parameters.type is {json.dumps(schema["type"])[:100]}; arguments are an object, so give "object".',
             param=f"tools[{number}].function.parameters",
         )  # fmt: skip
-    return {**schema, "type": "object"}
+    return closed({**schema, "type": "object"})
 
 
 def _select(schemas: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -217,8 +244,8 @@ def _select(schemas: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[st
     return {name: schemas[name] for name in names}
 
 
-def grammar_after_reasoning(grammar: Grammar, backend: Backend) -> Grammar:
-    """Grammar of the rest of a reasoning section that the prompt has opened, followed by the requested grammar.
+def grammar_after_reasoning(grammar: Grammar, backend: Backend, param: str) -> Grammar:
+    """Grammar of the rest of a reasoning section that the prompt has opened, followed by that of a request field.
 
     Raises:
         ApiError: the grammar is not a JSON schema, the only kind that can follow other text.
@@ -226,7 +253,7 @@ def grammar_after_reasoning(grammar: Grammar, backend: Backend) -> Grammar:
     if grammar.kind != "json_schema":
         raise ApiError(
             400, "this prompt opens a reasoning section, after which only response_format and json are supported; "
-            "see enable_thinking of the chat template.", param="structured_outputs",
+            "see enable_thinking of the chat template.", param=param,
         )  # fmt: skip
     schema = json.dumps({**json.loads(grammar.text), "x-guidance": {"whitespace_flexible": False}})
     rules = ["start: thought answer", f"answer: %json {schema}", *reasoning_rules(REASONING_END, backend.tokenizer)]

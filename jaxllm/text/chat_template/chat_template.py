@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.files import DataError, atomic, digest
+from jaxllm.text.chat_template.content_marks import ContentMarks
 from jaxllm.text.gguf_special_tokens import special_id
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.text.tokenizer_files import CONFIG_FILE, read_config, read_object, token_name
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Prompt text of a conversation; encode it with `specials=True`.
+        """Prompt text of a conversation; `encode` gives its token ids too.
 
         Args:
             messages: mappings with "role", "content", and other fields that the template reads ("tool_calls", ...).
@@ -98,6 +100,49 @@ class ChatTemplate:
             raise TemplateError(
                 f"{self._where}: it fails on this conversation: {type(error).__name__}: {error}"
             ) from None
+
+    def content_marks(self, tokenizer: Tokenizer, *given: Any, parse_special: bool = False) -> ContentMarks:
+        """Marks for a conversation; with ``parse_special`` its content may become control tokens, and is not marked.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            given: messages, tools and variables; each is marked before it is given to ``render``.
+            parse_special: names of control tokens in content are those tokens.
+        """
+        return ContentMarks(frozenset() if parse_special else tokenizer.control_names, given, self._constants)
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        parse_special: bool = False,
+        **variables: Any,
+    ) -> tuple[str, list[int]]:
+        """(rendered text, token ids) of a conversation, in which names of control tokens in content are text.
+
+        Raises:
+            DataError: see ``render``, or the vocabulary cannot spell the text.
+        """
+        marks = self.content_marks(tokenizer, messages, tools, variables, parse_special=parse_special)
+        chat, about = marks.mark(messages), marks.mark(variables)
+        text = self.render(chat, marks.mark(tools), add_generation_prompt, **about)
+        return marks.text(text), marks.encode(tokenizer, text)
+
+    @cached_property
+    def _constants(self) -> tuple[str, ...]:
+        """Strings in the templates' source."""
+        import jinja2
+        import jinja2.nodes
+
+        found = set[str]()
+        for source in self.sources.values():
+            with contextlib.suppress(jinja2.TemplateError):  # said where it is rendered
+                nodes = self._environment.parse(source).find_all(jinja2.nodes.Const)
+                found |= {node.value for node in nodes if isinstance(node.value, str)}
+        return tuple(sorted(found))
 
     @cached_property
     def fingerprint(self) -> str:

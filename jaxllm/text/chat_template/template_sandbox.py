@@ -6,6 +6,7 @@ any thread. The result size of operations that may amplify ("a" * 10**9, padding
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
@@ -42,6 +43,9 @@ _INSERTING = frozenset({"urlize", "wordwrap"})
 class TemplateRefused(jinja2.TemplateError):
     """The template refuses the conversation by calling `raise_exception`."""
 
+
+# JSON escapes of the characters that mark content (`content_marks.py`), which stay as they are.
+_MARK_ESCAPE = re.compile(r"\\(?:u(fd[de][0-9a-f]|e[0-9a-f]{3}|f[0-8][0-9a-f]{2})|.)")
 
 _METER: ContextVar[ResourceMeter] = ContextVar("meter")
 
@@ -279,13 +283,17 @@ def _tojson(
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     meter.check_width([indent or 0, *(separators or ())], 1)
     if indent is None and separators is None:
-        return encoder.encode(value)
+        return _MARK_ESCAPE.sub(_unescaped, encoder.encode(value))
     parts, size = [], 0
     for part in encoder.iterencode(value):
-        parts.append(part)
+        parts.append(_MARK_ESCAPE.sub(_unescaped, part))
         size += len(part)
         meter.check_size(size)
     return "".join(parts)
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return chr(int(found[1], 16)) if found[1] else found[0]
 
 
 def _strftime_now(form: str) -> str:

@@ -90,9 +90,16 @@ def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) ->
     changed = differences(from_dict(type(config), meta["config"], "the checkpoint's config"), config)
     listed = [str(d) for d in changed if not d.runtime_only]
     if listed:
+        longer = next((d.new for d in changed if d.path == "steps" and d.new > d.old), None)
+        how = (
+            f"\nThe learning-rate schedule is spread over all steps, so a run cannot be made longer afterwards. "
+            f"To train longer, start a run of N further steps from its parameters: --name NEW --init-from {directory} "
+            f"--steps N; or train anew: --name NEW --steps {longer}."
+        )
         raise ResumeError(
             f"{directory} holds a run with another configuration:\n  "
             + "\n  ".join(listed)
             + "\nThese change the results, so the run cannot resume with them. "
             "Set them back to resume, or choose another --name to start a new run."
+            + (how if longer is not None else "")
         )

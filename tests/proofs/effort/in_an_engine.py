@@ -57,7 +57,7 @@ def shared_prefixes_are_prefilled_once(seed: int) -> None:
 
 @proof("effort", count=40, sample=2)
 def log_probability_is_the_engines_best_of(seed: int) -> None:
-    """Best-of-N by log-probability gives the tokens and bits of ``SamplingParams.best_of``; seeded waves draw the same.
+    """Best-of-N by log-probability gives the completion of ``SamplingParams.best_of``; seeded waves draw the same.
 
     Token budgets are kept, whatever they cut.
     """
@@ -66,7 +66,9 @@ def log_probability_is_the_engines_best_of(seed: int) -> None:
     params = SamplingParams(max_tokens=int(rng.integers(1, 12)), temperature=float(rng.uniform(0.3, 1.5)), seed=seed)
     (found,) = solver.solve(BestOfN(n, LogprobVerifier()), [prompt], params)
     (want,) = solver.llm.generate(prompt, dataclasses.replace(params, best_of=n, logprobs=0))
-    assert (found.best.tokens, found.best.logprobs) == (want.outputs[0].tokens, want.outputs[0].logprobs)
+    assert found.best.tokens == want.outputs[0].tokens
+    # In float32: the second prompt comes from the prefix cache, and its last token is computed in a smaller step.
+    np.testing.assert_allclose(found.best.logprobs, want.outputs[0].logprobs, rtol=0, atol=1e-5)
     wave = int(rng.integers(1, n + 1))
     (waves,) = solver.solve(BestOfN(n, LogprobVerifier(), wave=wave), [prompt], params)
     assert [one.tokens for one in waves.candidates] == [one.tokens for one in found.candidates]

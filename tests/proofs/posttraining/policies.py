@@ -239,7 +239,7 @@ def rollouts_are_on_policy(case: str) -> float:
         else:
             config = policy_run(Path(name), steps=6, mesh=case)
         config = with_algorithm(config)
-        feed = CheckedFeed(config, *open_policy_data(config))
+        feed = CheckedFeed(config, open_policy_data(config))
         directory = training_loop.train(config, data=feed.dataset, feed=feed).directory
         assert feed.steps == 6
         if case == "adapter":
@@ -309,6 +309,28 @@ def a_policy_learns(case: int | str) -> float:
         rewards = [row["reward"] for row in rows_of(result.directory)]
         gain = float(np.mean(rewards[-5:]) - np.mean(rewards[:5]))
         return max(abs(gain) - 0.1, 0.0) if shuffled else max(0.2 - gain, 0.0)
+
+
+@proof("posttraining", cases=[0, 1, 2, "shuffled"], sample=1, bound=0.0)
+def a_policy_learns_in_an_environment(case: int | str) -> float:
+    """By how much the reward of episodes of two turns falls short of its claim, or, shuffled, exceeds it."""
+    shuffled = case == "shuffled"
+    with tempfile.TemporaryDirectory() as name:
+        config = policy_run(
+            Path(name), steps=30, seed=0 if shuffled else case, group=8, max_tokens=20, rewards=(),
+            environment="tests.posttrain.environments:Short",
+        )  # fmt: skip
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=32))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if shuffled:
+                shuffle_rewards(monkeypatch)
+            result = train_policy(config)
+        rows = rows_of(result.directory)
+        assert max(row["mismatch"] for row in rows) < 1e-5, "both turns are on-policy"
+        assert any(row["turns"] > 1 for row in rows)
+        rewards = [row["reward"] for row in rows]
+        gain = float(np.mean(rewards[-5:]) - np.mean(rewards[:5]))
+        return max(abs(gain) - 0.15, 0.0) if shuffled else max(0.2 - gain, 0.0)
 
 
 def shuffle_rewards(monkeypatch: pytest.MonkeyPatch) -> None:

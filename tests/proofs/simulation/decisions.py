@@ -130,7 +130,10 @@ def routers_pay(kind: str) -> dict[str, float]:
 
 
 class Published(NamedTuple):
-    """Published serving figure: median TPOT in milliseconds of a closed loop of clients."""
+    """Published serving figure: median TPOT in milliseconds of a closed loop of clients.
+
+    ``host`` is the engine's ``Deployment.host_seconds``.
+    """
 
     name: str
     model: DecoderConfig
@@ -140,6 +143,7 @@ class Published(NamedTuple):
     clients: int
     weights: str
     tpot: float
+    host: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -153,39 +157,62 @@ def _qwen3_8b() -> DecoderConfig:
     )
 
 
+SGLANG_HOST = 6.0e-3
+"""Seconds of a step in which sglang-jax's devices wait: fitted to CALIBRATED alone."""
+CALIBRATED = Published(
+    "8B, v6e-4, 16 clients", llama3_8b().model, "v6e:2x2", "tensor=4", "512/512", 16, "bfloat16", 9.9, SGLANG_HOST
+)
 PUBLISHED = (
     Published("70B fp8, 2 x H100, 1 client", llama3_70b().model, "h100:1x2", "tensor=2", "5000/500", 1, "fp8", 18.6),
     Published("70B fp8, 2 x H100, 25 clients", llama3_70b().model, "h100:1x2", "tensor=2", "5000/500", 25, "fp8", 38.8),
     Published("70B fp8, 2 x H100, 50 clients", llama3_70b().model, "h100:1x2", "tensor=2", "5000/500", 50, "fp8", 59.7),
     Published("70B, v6e-8, 64 clients", llama3_70b().model, "v6e:2x4", "tensor=8", "1024/1024", 64, "bfloat16", 25.4),
     Published("70B, v6e-8, 128 clients", llama3_70b().model, "v6e:2x4", "tensor=8", "1024/1024", 128, "bfloat16", 35.1),
-    Published("Qwen3 8B, v6e-4, 64 clients", _qwen3_8b(), "v6e:2x2", "tensor=4", "1024/1024", 64, "bfloat16", 11.1),
-    Published("8B, v6e-4, 16 clients", llama3_8b().model, "v6e:2x2", "tensor=4", "512/512", 16, "bfloat16", 9.9),
     Published(
-        "Qwen3 8B, v7x-4, 128 clients", _qwen3_8b(), "tpu7x:2x2x1", "tensor=8", "1024/1024", 128, "bfloat16", 14.1
+        "Qwen3 8B, v6e-4, 64 clients", _qwen3_8b(), "v6e:2x2", "tensor=4", "1024/1024", 64, "bfloat16", 11.1,
+        SGLANG_HOST,
     ),
     Published(
-        "70B, v7x-4, 128 clients", llama3_70b().model, "tpu7x:2x2x1", "tensor=8", "1024/1024", 128, "bfloat16", 30.8
+        "Qwen3 8B, v7x-4, 128 clients", _qwen3_8b(), "tpu7x:2x2x1", "tensor=8", "1024/1024", 128, "bfloat16", 14.1,
+        SGLANG_HOST,
     ),
-)
-"""Sources: docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance (NIM 1.8.0); AI-Hypercomputer/tpu-recipes (vLLM);
-sgl-project/sglang-jax, cookbook. No constant of the step model was chosen by any of them, so all are judged.
+    Published(
+        "70B, v7x-4, 128 clients", llama3_70b().model, "tpu7x:2x2x1", "tensor=8", "1024/1024", 128, "bfloat16", 30.8,
+        SGLANG_HOST,
+    ),
+)  # fmt: skip
+"""Judged rows. Sources: docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance (NIM 1.8.0);
+AI-Hypercomputer/tpu-recipes (vLLM, v6e-8); sgl-project/sglang-jax, cookbook (v6e-4, v7x-4). No constant of the step
+model was chosen by any of them; sglang-jax's host by CALIBRATED, which is not judged.
 """
 
 
-@proof("simulation", cases=PUBLISHED, sample=1, bound={"error": 0.5})
+@proof("simulation", cases=PUBLISHED, sample=1, bound={"error": 0.3})
 def published_tpot(row: Published) -> dict[str, float]:
     """Relative error of the simulated median TPOT; one and a half rounds of the clients."""
+    return {"error": abs(simulated_tpot(row) / row.tpot - 1)}
+
+
+@proof("simulation", count=1, sample=1, bound={"median": 0.2, "calibrated": 0.05})
+def published_tpot_median(seed: int) -> dict[str, float]:
+    """Median relative error of the judged rows, and the error of the row that the host's seconds are from."""
+    errors = [abs(simulated_tpot(row) / row.tpot - 1) for row in PUBLISHED]
+    return {"median": float(np.median(errors)), "calibrated": abs(simulated_tpot(CALIBRATED) / CALIBRATED.tpot - 1)}
+
+
+def simulated_tpot(row: Published) -> float:
+    """Simulated median TPOT of a published row in milliseconds."""
     count = max(2, row.clients * 3 // 2)
     trace = make_trace(f"closed:{row.clients}", lengths=row.lengths, count=count)
     config = EngineConfig(
         max_sequences=max(16, row.clients), max_batched_tokens=2048, max_len=trace.longest, samplers=("plain",),
-        decode_steps=8, kv_dtype="fp8" if row.weights == "fp8" else "auto",
+        decode_steps=1 if row.host else 8, kv_dtype="fp8" if row.weights == "fp8" else "auto",
     )  # fmt: skip
-    one = Deployment(row.model, Cluster.parse(row.on), MeshSpec.parse(row.mesh), config, row.weights)
+    one = Deployment(
+        row.model, Cluster.parse(row.on), MeshSpec.parse(row.mesh), config, row.weights, host_seconds=row.host
+    )
     found = simulate(one, trace)
-    tpot = 1e3 * float(np.median([r.tpot for r in found.results]))
-    return {"error": abs(tpot / row.tpot - 1)}
+    return 1e3 * float(np.median([r.tpot for r in found.results]))
 
 
 COMPILED = (

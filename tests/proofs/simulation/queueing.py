@@ -94,7 +94,8 @@ def latency_rises_with_the_rate(seed: int) -> None:
     """
     trace = make_trace("poisson:20", lengths="alpaca", count=60, seed=seed)
     slo = ServiceObjective(0.05, 0.02)
-    runs = [simulate(deployment(), trace.at_rate(rate), clock=seconds(0.005, 1e-5)) for rate in (20, 40, 80, 160)]
+    served = deployment(max_len=max(512, -(-trace.longest // 16) * 16))
+    runs = [simulate(served, trace.at_rate(rate), clock=seconds(0.005, 1e-5)) for rate in (20, 40, 80, 160)]
     means = [float(np.mean([r.end - r.due for r in run.results])) for run in runs]
     shares = [run.within(slo) for run in runs]
     assert all(after > before - 0.005 for before, after in itertools.pairwise(means))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 def compile(argv: list[str]) -> int:
     """Compile the train step ahead of time: `jaxllm compile RECIPE --on v6e:8x8`."""
+    if any(word.split("=")[0] == "--serve" for word in argv):
+        from jaxllm.cli.commands.planning.compile_serving import compile_serving
+
+        return compile_serving(argv)
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -35,7 +40,8 @@ def compile(argv: list[str]) -> int:
         """Compiles the train step for devices that are not attached; reports memory, collectives and cost estimates.
 
         Any setting of the run can follow, as for `jaxllm train`: --mesh, --model.layers, ... The exit status is 1 if
-        the step does not fit into device memory.
+        the step does not fit into device memory. `jaxllm compile MODEL --serve DIR` compiles a server's programs
+        instead, see `jaxllm compile --serve --help`.
 
         Args:
             recipe: name of the recipe, or FILE.py:FUNCTION.
@@ -80,7 +86,7 @@ def compile(argv: list[str]) -> int:
     known, settings = split_settings(
         argv, ("--on", "--save", "--html", "--within"), ("--anyway", "--no-anyway", "--help", "-h")
     )
-    return tyro.cli(run, args=known, prog="jaxllm compile")
+    return parse_command(run, known, "jaxllm compile")
 
 
 def _with_remat_solved(config: RunConfig, on: str, within: float) -> RunConfig | None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.parallel.pipeline.schedule import OpCosts, ScheduleError
 from jaxllm.parallel.pipeline.schedule_generators import NAMES, make
 from jaxllm.parallel.pipeline.schedule_view import draw, facts, text
@@ -55,4 +56,4 @@ def pipeline(argv: list[str]) -> int:
                 print(f"{each}: {error}\n")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm pipeline")
+    return parse_command(run, argv, "jaxllm pipeline")

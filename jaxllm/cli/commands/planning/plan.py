@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
@@ -98,7 +99,7 @@ def plan(argv: list[str]) -> int:
         return status
 
     known, settings = split_settings(argv, PLAN_VALUES, PLAN_BARE)
-    return tyro.cli(run, args=known, prog="jaxllm plan")
+    return parse_command(run, known, "jaxllm plan")
 
 
 def _calibration(run: Path | None, cluster: Cluster) -> Calibration:

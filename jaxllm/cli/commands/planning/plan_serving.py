@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
 
@@ -120,7 +121,7 @@ def plan_serving(argv: list[str]) -> int:
             print(f"saved: {json}")
         return 0 if best is not None else 1
 
-    return tyro.cli(run, args=argv, prog="jaxllm plan --serve")
+    return parse_command(run, argv, "jaxllm plan --serve")
 
 
 def _print_search(found: DeploymentSearchResult, top: int, goal: str) -> None:

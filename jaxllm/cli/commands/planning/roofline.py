@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 VALUES = ("--on", "--phase", "--batch", "--seq", "--weights", "--kv-dtype", "--hardware", "--save", "--html")
@@ -82,4 +83,4 @@ def roofline(argv: list[str]) -> int:
         return 0
 
     values, settings = split_settings(argv, VALUES, ("--help", "-h"))
-    return tyro.cli(run, args=values, prog="jaxllm roofline")
+    return parse_command(run, values, "jaxllm roofline")

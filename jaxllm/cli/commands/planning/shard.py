@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
@@ -59,4 +60,4 @@ def shard(argv: list[str]) -> int:
 
     # All other options are settings of the run.
     known, settings = split_settings(argv, ("--on", "--devices"), ("--json", "--no-json", "--help", "-h"))
-    return tyro.cli(run, args=known, prog="jaxllm shard")
+    return parse_command(run, known, "jaxllm shard")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def simulate(argv: list[str]) -> int:
         max_len: int | None = None,
         page_size: int = 32,
         decode_steps: int = 8,
+        host_ms: float = 0.0,
         prefix_cache: bool = True,
         preemption: Literal["recompute", "swap"] = "recompute",
         policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
@@ -70,6 +72,8 @@ def simulate(argv: list[str]) -> int:
             max_len: longest sequence in tokens; by default that of the trace.
             page_size: positions of a KV cache page.
             decode_steps: tokens that a sequence decodes on the device in one step, while no request waits.
+            host_ms: milliseconds of a step in which the devices wait for the engine's host; none for this engine, which
+                runs a step ahead.
             prefix_cache: share the KV cache of common prefixes.
             preemption: recompute, or swap to the host.
             policy: scheduling policy.
@@ -112,7 +116,7 @@ def simulate(argv: list[str]) -> int:
             kv_dtype=kv_dtype, samplers=("plain",),
         )  # fmt: skip
         chosen = MeshSpec.parse(mesh) if mesh else MeshSpec.parse(f"tensor={cluster.devices}")
-        deployment = Deployment(config, cluster, chosen, sizes, weights, longest)
+        deployment = Deployment(config, cluster, chosen, sizes, weights, longest, host_seconds=host_ms / 1e3)
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
@@ -139,4 +143,4 @@ def simulate(argv: list[str]) -> int:
             print(f"saved: {json}")
         return 0
 
-    return tyro.cli(run, args=argv, prog="jaxllm simulate")
+    return parse_command(run, argv, "jaxllm simulate")

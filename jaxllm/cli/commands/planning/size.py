@@ -6,12 +6,12 @@ import math
 from pathlib import Path
 from typing import Literal
 
-import tyro
+from jaxllm.cli.command_parser import parse_command
 
 
 def size(argv: list[str]) -> int:
     """Size a model and its training for a budget: `jaxllm size --flops 1e21`."""
-    tyro.cli(_size, args=argv, prog="jaxllm size")
+    parse_command(_size, argv, "jaxllm size")
     return 0
 
 
