@@ -2,16 +2,18 @@
 that of the whole model, and bytes of a step.
 
     python -m benchmarks.adapters [--model smollm2] [--batch 32] [--ranks 4,8,16] [--counts 1,8,16,32] [--json FILE]
+    python -m benchmarks.adapters --matmuls
     python -m benchmarks.adapters --traces
     python -m benchmarks.adapters --on v6e:1x1,h100:1x1 [--slots 8,32] [--rank 16] [--tiny]
 
 The first decodes on this machine, with random adapters of every projection. The engine without slots, and the one with
 slots serving the base and 1, 8, ... adapters in a batch of the same sequences, take turns; the median counts. Pages
 have as many ranks as the adapters. Then steps of SFT of the whole model and of each rank of LoRA take turns.
-``--traces`` draws requests for Llama-3-8B on 80 GB and counts, at equal memory, adapters that are on the device when a
-request needs them: with a pool of their own, and in one pool with the KV cache (S-LoRA's). The
-last compiles the decode step of the recipe llama3_8b in bfloat16 for a device far away and reads its bytes from the
-program's text, as ``benchmarks.engine_bytes`` does; every slot is counted as in use. Layers are apart on GPUs.
+``--matmuls`` times matmuls alone, by the two ways of the plain implementation. ``--traces`` draws requests for
+Llama-3-8B on 80 GB and counts, at equal memory, adapters that are on the device when a request needs them: with a pool
+of their own, and in one pool with the KV cache (S-LoRA's). The last compiles the decode step of the recipe llama3_8b in
+bfloat16 for a device far away and reads its bytes from the program's text, as ``benchmarks.engine_bytes`` does; every
+slot is counted as in use. Layers are apart on GPUs.
 """
 
 from __future__ import annotations
@@ -148,6 +150,45 @@ def train_steps(rows: int, length: int, ranks: Sequence[int], rounds: int) -> li
             f"step of {rows} x {length} tokens: {name:16} {seconds:7.2f} s, {ratio:.2f} of the whole model's",
             flush=True,
         )
+    return found
+
+
+def matmuls(rows: int, slots: int, rank: int, rounds: int, layers: int = 30) -> list[dict[str, Any]]:
+    """Processor time of a matmul with adapters over that without, for SmolLM2's sizes; the least of all rounds."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.grouped_lora import schedule_tiles
+    from pallas_kernels.grouped_lora.xla import by_row, by_tile
+
+    draw, found = np.random.default_rng(0).normal, []
+    own = np.arange(rows, dtype=np.int32) % slots, np.arange(slots, dtype=np.int32)[:, None], np.ones(slots, np.float32)
+    schedule = schedule_tiles(*map(jnp.asarray, own))
+    for k, n in ((576, 576), (576, 1536)):
+        sizes = (rows, k), (layers, k, n), (layers, slots, rank, k), (layers, slots, rank, n)
+        arrays = [jnp.asarray(draw(size=size), jnp.float32) for size in sizes]
+
+        def run(x: Any, w: Any, a: Any, b: Any, way: Any) -> Any:
+            def layer(x: Any, weights: Any) -> Any:
+                w, a, b = weights
+                y = x @ w if way is None else x @ w + way(x, a, b, schedule)
+                return y[:, : x.shape[1]] / jnp.max(jnp.abs(y)), None
+
+            return jax.lax.scan(layer, x, (w, a, b))[0]
+
+        program = jax.jit(run, static_argnums=4)
+        taken: dict[str, list[float]] = {}
+        for turn in range(rounds + 1):
+            for name, way in (("the base", None), ("tile by tile", by_tile), ("row by row", by_row)):
+                start = time.process_time()
+                program(*arrays, way).block_until_ready()
+                taken.setdefault(name, []).extend([time.process_time() - start] if turn else [])
+        for name, seconds in taken.items():
+            of_base = min(taken["the base"]) / min(seconds)
+            found.append(
+                {"matmul": [k, n], "rows": rows, "slots": slots, "rank": rank, "way": name, "of base": of_base}
+            )
+            print(f"{rows} rows, {slots} adapters of rank {rank}, {k} x {n}: {name:12} {of_base:.2f}", flush=True)
     return found
 
 
@@ -300,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
+    parser.add_argument("--matmuls", action="store_true", help="time matmuls of one layer alone, 16 adapters")
     parser.add_argument("--traces", action="store_true", help="count adapters that are there in drawn traces")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     options = parser.parse_args(arguments)
@@ -316,7 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{row['temporaries'] / 1e6:.0f} MB of temporaries",
                 flush=True,
             )
-    if options.traces:
+    if options.matmuls:
+        for rank in map(int, options.ranks.split(",")):
+            rows += matmuls(options.batch, 16, rank, 5 * options.rounds)
+    elif options.traces:
         rows += traces()
     elif not options.on:
         counts = [int(count) for count in options.counts.split(",")]

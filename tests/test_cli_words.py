@@ -93,14 +93,21 @@ def test_every_recipe_has_a_line_in_the_help(capsys):
 
 @pytest.mark.parametrize(
     ("command", "usage"),
-    [("generate", "MODEL"), ("convert", "SOURCE OUT"), ("plan", "RECIPE"), ("adapters merge", "BASE ADAPTER OUT")],
+    [
+        ("generate", "MODEL"),
+        ("train quickstart", ""),
+        ("convert", "SOURCE OUT"),
+        ("plan", "RECIPE"),
+        ("adapters merge", "BASE ADAPTER OUT"),
+    ],
 )
 def test_help_names_words_and_wraps_descriptions(command, usage, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     assert run(*command.split(), "--help") == 0
     said = capsys.readouterr().out
     assert re.search(rf"^usage: jaxllm {command} .*{usage}", said)
-    assert "{None}" not in said
+    if not command.startswith("train"):  # a setting's None is a value of its own, which may replace the recipe's
+        assert "{None}" not in said
     inside = [line for line in said.splitlines() if line.startswith("│")]
     assert len({len(line) for line in inside}) <= 2
     # No description has a line that ends long before the box and goes on in the next.

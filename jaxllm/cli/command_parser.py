@@ -6,6 +6,7 @@ would say ``STR``) and each option's description as one paragraph, which it wrap
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import shutil
@@ -41,6 +42,17 @@ def with_readable_help(function: Callable[..., Any]) -> Callable[..., Any]:
     for one in (function, inspect.unwrap(function)):  # tyro reads what is below decorators
         one.__annotations__, one.__doc__ = hints, documented
     return function
+
+
+def with_readable_settings(config: Any) -> None:
+    """Changes the docstrings of a configuration's dataclasses, and of those inside, to what help is made of."""
+    if isinstance(config, tuple):
+        for one in config:
+            with_readable_settings(one)
+    elif dataclasses.is_dataclass(config):
+        type(config).__doc__ = wrapped_docstring(type(config).__doc__ or "")
+        for field in dataclasses.fields(config):
+            with_readable_settings(getattr(config, field.name))
 
 
 def wrapped_docstring(docstring: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from jaxllm.cli.command_parser import with_readable_settings
 from jaxllm.cli.deprecated_options import print_rename
 from jaxllm.cli.errors import UsageError, guarded
 from jaxllm.cli.runtime import processes, use_compilation_cache
@@ -42,6 +43,8 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
     argv, default = with_precision(with_current_names(with_adapter_kind(argv), default), default)
     argv, default = with_sources(argv, default)
     check_settings(argv, default)
+    if "--help" in argv or "-h" in argv:
+        with_readable_settings(default)
     return tyro.cli(
         tyro.conf.AvoidSubcommands[type(default)], default=default, args=argv, prog=prog, description=recipe.__doc__
     )

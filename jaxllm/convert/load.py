@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -176,8 +177,18 @@ def _load_from_elsewhere(
     path: Path, mesh: Mesh, dtype: str, weights: PackedOrPlain, progress: Progress | None
 ) -> LoadedModel:
     source = open_source(path)
-    tokenizer, template = source.tokenizer, source.template
-    loaded = source.load(mesh=mesh, dtype=dtype, weights=weights, progress=progress)
+    with ThreadPoolExecutor(1) as beside:
+        # A tokenizer takes a second of one core, and the weights are dequantised without it.
+        text = beside.submit(lambda: (source.tokenizer, source.template))
+
+        def check(item: str, done: int, total: int) -> None:
+            if text.done():
+                text.result()  # raises its error now, not after all weights
+            if progress is not None:
+                progress(item, done, total)
+
+        loaded = source.load(mesh=mesh, dtype=dtype, weights=weights, progress=check)
+        tokenizer, template = text.result()
     return LoadedModel(
         functional(loaded.config), loaded.params, tokenizer, template, mesh, 0, {}, loaded.source, source.sampling
     )

@@ -26,13 +26,15 @@ def grouped_lora_xla(
     one; the schedule says which, at run time.
     """
     if x.shape[0] > TILE_ROWS:
-        return _by_tile(x, a, b, rows)
+        return by_tile(x, a, b, rows)
     pages = jnp.sum((rows.tables[rows.slots] >= 0) & (rows.slots >= 0)[:, None])
     alone = ROW_COST * pages < tile_rows(x.shape[0]) * rows.first[-1]
-    return jax.lax.cond(alone, _by_row, _by_tile, x, a, b, rows)
+    return jax.lax.cond(alone, by_row, by_tile, x, a, b, rows)
 
 
-def _by_row(x: Array, a: Array, b: Array, rows: AdapterTiles) -> Array:
+def by_row(
+    x: Float[Array, "M K"], a: Float[Array, "P R K"], b: Float[Array, "P R N"], rows: AdapterTiles
+) -> Float[Array, "M N"]:
     """Every row with the pages of its adapter, one column of the page table after the other."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     pages = jnp.where(rows.slots[:, None] >= 0, rows.tables[rows.slots], -1)
@@ -48,7 +50,9 @@ def _by_row(x: Array, a: Array, b: Array, rows: AdapterTiles) -> Array:
     return (out * rows.scales[rows.slots].astype(dtype)[:, None]).astype(x.dtype)
 
 
-def _by_tile(x: Array, a: Array, b: Array, rows: AdapterTiles) -> Array:
+def by_tile(
+    x: Float[Array, "M K"], a: Float[Array, "P R K"], b: Float[Array, "P R N"], rows: AdapterTiles
+) -> Float[Array, "M N"]:
     """One step of the schedule after the other."""
     m, size, dtype = x.shape[0], tile_rows(x.shape[0]), jnp.promote_types(x.dtype, jnp.float32)
     missing = -m % size

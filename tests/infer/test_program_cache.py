@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -98,6 +99,44 @@ def test_what_was_not_signed_here_is_not_opened(tmp_path, monkeypatch):
     assert make(tmp_path)[1].counts.compiled == 1
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "another"))
     assert make(tmp_path)[1].counts.compiled == 1
+
+
+def _shipped(folder: Path, trusted: bool) -> ProgramCache:
+    cache = ProgramCache(None, 1, jax.devices()[:1], True, shipped=folder, trusted=trusted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        one = cache.compile_all([program()])["twice"]
+    (out,), _ = one(*arguments())
+    np.testing.assert_array_equal(out, 3)
+    return cache
+
+
+def test_shipped_programs_are_opened_if_they_are_ours_or_trusted(tmp_path, monkeypatch):
+    """Our signature is enough; another's needs the user's word, a right checksum, and files that only the user writes.
+
+    What was shipped is never written to.
+    """
+    _, made = make(tmp_path / "programs")
+    (path,) = made.folder.glob("twice-*.xla")
+    whole = path.read_bytes()
+    assert _shipped(tmp_path / "programs", False).counts.loaded == 1
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "another user"))
+    assert _shipped(tmp_path / "programs", False).counts.compiled == 1
+    assert _shipped(tmp_path / "programs", True).counts.loaded == 1
+    for place in (path, path.parent):
+        mode = place.stat().st_mode
+        place.chmod(mode | 0o020)
+        assert _shipped(tmp_path / "programs", True).counts.compiled == 1
+        place.chmod(mode)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert _shipped(tmp_path / "programs", True).counts.compiled == 1
+    assert path.read_bytes() != whole
+
+
+def test_a_program_is_kept_by_what_it_depends_on_besides_its_arguments(tmp_path):
+    make(tmp_path)
+    assert make(tmp_path, one=dataclasses.replace(program(), key=["other"]))[1].counts.compiled == 1
+    assert make(tmp_path)[1].counts.loaded == 1
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path):

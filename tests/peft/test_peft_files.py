@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxllm.hub import decoder_config
+from jaxllm.hub.safetensors import open_file, write_file
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
 from jaxllm.peft import Adapter, AdapterError, LowRank, adapted_params, merged_params, read_peft, write_peft
@@ -110,6 +111,13 @@ def damaged(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def renamed(folder: Path, module: str) -> None:
+    """The factors are of another module."""
+    file = folder / "adapter_model.safetensors"
+    given = {key: np.array(value) for key, value in open_file(file).items()}
+    write_file(file, {f"base_model.model.{module}.lora_{key[-8]}.weight": value for key, value in given.items()})
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -119,6 +127,8 @@ def damaged(folder: Path, **changes: Any) -> None:
         (lambda f: damaged(f, target_modules=["q_porj"]), "match no module"),
         (lambda f: damaged(f, target_modules=["q_proj", "k_proj"]), "lacks the factors of .*k_proj"),
         (lambda f: damaged(f, target_modules="("), "regular expression"),
+        (lambda f: damaged(f, target_parameters=["mlp.experts.up"]), "target_parameters = .* is not supported"),
+        (lambda f: renamed(f, "lm_head"), "the target lm_head cannot be adapted here: it is no matmul of a block"),
         (lambda f: damaged(f, r=4), "another base"),
         (lambda f: (f / "adapter_model.safetensors").unlink(), "not written completely"),
         (lambda f: (f / "adapter_config.json").unlink(), "no adapter_config.json"),

@@ -1,6 +1,6 @@
-"""Server in a process of its own, over a stub engine: ``python -m tests.serve.alone SECONDS [BATCH_DIR]``.
+"""Server in a process of its own, over a stub engine: ``python -m tests.serve.alone SECONDS``.
 
-Prints its port, and ends as a signal tells it to.
+Prints its port, and ends as a signal tells it to. ``serve_stub`` is the same for a forked process.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from jaxllm.serve import ServeConfig, Server
 from tests.serve import servers
 
 
-def main() -> None:
-    """Serves until SIGTERM."""
-    folder = sys.argv[2] if len(sys.argv) > 2 else None
-    backend = servers.FixedRate(float(sys.argv[1]), sequences=64 if folder is None else 8)
+def serve_stub(seconds: float, before: str = "", sequences: int = 64, folder: str | None = None) -> None:
+    """Serves until SIGTERM; prints ``before`` and its port, and keeps batches in a folder."""
+    backend = servers.FixedRate(seconds, sequences=sequences)
     config = ServeConfig(port=0, name="tiny", grace_seconds=20, batch_dir=folder)
     server = Server(config, servers.opener(backend))
 
@@ -24,7 +23,7 @@ def main() -> None:
         task = asyncio.create_task(server.serve())
         while not (server.started and server.service.dispatcher is not None):
             await asyncio.sleep(0.01)
-        print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+        print(f"{before}{server.servers[0].sockets[0].getsockname()[1]}", flush=True)
         await task
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -32,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_stub(float(sys.argv[1]))

@@ -107,4 +107,5 @@ def test_errors_have_anthropics_shape_wherever_they_arise():
         ):
             assert (answer.status_code, answer.json()["type"]) == (status, "error")
             assert answer.json()["error"]["type"] == kind
-        assert httpx.post(there, json=body, headers=key).status_code == 200
+        for header in (key, {"x-api-key": "k"}):
+            assert httpx.post(there, json=body, headers=header).status_code == 200

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +29,57 @@ that the batch takes three seconds, more than pass before all kills."""
 LATEST = 0.6
 
 
-@contextlib.contextmanager
-def process(folder: str) -> Iterator[subprocess.Popen[str]]:
-    """A server in a process; it is killed at the end."""
-    command = [sys.executable, "-m", "tests.serve.alone", str(SECONDS), folder]
-    made = subprocess.Popen(command, cwd=environment.ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        yield made
-    finally:
-        made.kill()
-        made.wait()
-        assert made.stdout is not None
-        made.stdout.close()
+@functools.cache
+def forking_process() -> subprocess.Popen[str]:
+    """Process that forks servers; it lives as long as this one."""
+    command = [sys.executable, "-m", "tests.serve.forked", str(SECONDS)]
+    made = subprocess.Popen(command, cwd=environment.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(made.kill)
+    return made
 
 
-def client_of(server: subprocess.Popen[str]) -> openai.OpenAI:
-    """Client of a server, once that is ready."""
-    assert server.stdout is not None
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{int(server.stdout.readline())}/v1", api_key="-", max_retries=0)
+class StubServers:
+    """Stub servers, one at a time, each in a process that is forked and can be killed.
+
+    Args:
+        folder: of their batches.
+    """
+
+    def __init__(self, folder: str):
+        self._folder, self._pid, self._parent = folder, 0, forking_process()
+
+    def start(self) -> None:
+        """Starts a server; it is not ready yet."""
+        assert self._parent.stdin is not None
+        self._parent.stdin.write(f"{self._folder}\n")
+        self._parent.stdin.flush()
+        while len(words := self._read()) != 1:
+            pass  # the port of a server that was killed before it was asked for
+        self._pid = int(words[0])
+
+    def client(self) -> openai.OpenAI:
+        """Client of the server, once that is ready."""
+        while (words := self._read())[0] != str(self._pid):
+            pass
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{words[1]}/v1", api_key="-", max_retries=0)
+
+    def kill(self) -> None:
+        """Kills the server, and returns once it is gone."""
+        os.kill(self._pid, signal.SIGKILL)
+        while Path(f"/proc/{self._pid}").exists():
+            time.sleep(0.001)
+        self._pid = 0
+
+    def close(self) -> None:
+        """Kills the server, if there is one."""
+        if self._pid:
+            self.kill()
+
+    def _read(self) -> list[str]:
+        assert self._parent.stdout is not None
+        line = self._parent.stdout.readline()
+        assert line, "the process that forks servers has ended"
+        return line.split()
 
 
 def has_ended(folder: str, name: str) -> bool:
@@ -64,19 +100,21 @@ def killed_batches_answer_each_line_once(seed: int) -> dict[str, float]:
         rows[number] = {**rows[number], "method": "GET"}
     bad = {row["custom_id"] for row in rows if row["method"] == "GET"}
     late = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(StubServers(folder)) as servers:
         batch = None
         for _ in range(KILLS):
-            with process(folder) as server:
-                if batch is not None and rng.random() < 0.2:
-                    time.sleep(rng.uniform(0, 4))  # at some moment of its start
-                else:
-                    with client_of(server) as client:
-                        batch = begun(client, rows) if batch is None else batch
-                        time.sleep(rng.uniform(0, LATEST))
+            servers.start()
+            if batch is not None and rng.random() < 0.2:
+                time.sleep(rng.uniform(0, 0.1))  # at some moment of its start
+            else:
+                with servers.client() as client:
+                    batch = begun(client, rows) if batch is None else batch
+                    time.sleep(rng.uniform(0, LATEST))
+            servers.kill()
             assert batch is not None
             late += has_ended(folder, batch.id)
-        with process(folder) as server, client_of(server) as client:
+        servers.start()
+        with servers.client() as client:
             done = ended(client, batch, seconds=120)
             found = rows_of(client, done.output_file_id), rows_of(client, done.error_file_id)
         journal = (Path(folder) / "batches" / done.id / "journal.jsonl").read_text().splitlines()

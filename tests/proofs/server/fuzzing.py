@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import random
+import tempfile
 from typing import Any
 
 import httpx
@@ -45,6 +46,32 @@ LEGAL: dict[str, list[dict[str, Any]]] = {
     "/v1/embeddings": [{"input": ["a", "b"], "encoding_format": "base64"}],
     "/tokenize": [{"prompt": "a"}, {"messages": [HI], "tools": [TOOL]}],
     "/detokenize": [{"tokens": [1, 2, 300]}],
+    "/v1/responses": [
+        {"input": "a", "max_output_tokens": 3, "stream": True, "include": ["message.output_text.logprobs"]},
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                   {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
+                   {"type": "function_call", "call_id": "call_a", "name": "f", "arguments": "{}"},
+                   {"type": "function_call_output", "call_id": "call_a", "output": "a"}],
+         "max_output_tokens": 3, "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+         "truncation": "auto", "instructions": "a", "metadata": {"a": "a"}},
+        {"input": "a", "max_output_tokens": 3, "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
+    ],
+    "/v1/responses/input_tokens": [{"input": "a", "reasoning": {"effort": "none"}}],
+    "/v1/messages": [
+        {"messages": [HI], "max_tokens": 3, "stream": True, "system": [{"type": "text", "text": "a"}]},
+        {"messages": [HI, {"role": "assistant", "content": [
+            {"type": "text", "text": "a"}, {"type": "thinking", "thinking": "a", "signature": ""},
+            {"type": "tool_use", "id": "toolu_a", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_a", "content": "a"}]}],
+         "max_tokens": 3, "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"}},
+        {"messages": [HI, {"role": "assistant", "content": "a"}], "max_tokens": 3, "stop_sequences": ["a"]},
+    ],
+    "/v1/messages/count_tokens": [{"messages": [HI], "tools": [{"name": "f", "input_schema": {"type": "object"}}]}],
+    "/v1/batches": [{"input_file_id": "file-" + "0" * 24, "endpoint": "/v1/completions", "completion_window": "24h"}],
+    "/score": [{"text_1": "a", "text_2": ["a", "b"]}],
+    "/rerank": [{"query": "a", "documents": ["a", {"text": "b"}], "top_n": 1}],
+    "/pooling": [{"input": ["a", "b"]}],
+    "/classify": [{"input": "a"}],
 }  # fmt: skip
 """Legal bodies to begin with; other routes begin with what the others have."""
 WORDS = sorted({name for bodies in LEGAL.values() for body in bodies for name in body})
@@ -59,7 +86,9 @@ JUNK: list[Any] = [
 @functools.cache
 def _served() -> tuple[str, list[tuple[str, str]]]:
     """(a server's address, (method, path) of its routes); it lives as long as the process."""
-    _, url = _OPEN.enter_context(servers.running(servers.tiny_backend, ServeConfig(port=0, name="tiny", queue=12)))
+    folder = _OPEN.enter_context(tempfile.TemporaryDirectory())
+    config = ServeConfig(port=0, name="tiny", queue=12, tool_parser="hermes", batch_dir=folder)
+    _, url = _OPEN.enter_context(servers.running(servers.tiny_backend, config))
     paths = httpx.get(f"{url}/openapi.json").json()["paths"]
     return url, [(method.upper(), path) for path, operations in paths.items() for method in operations]
 

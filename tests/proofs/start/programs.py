@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache
+from tests import quick
 from tests.infer import engines
 from tests.proofs.engine.programs import Compilations
 from tests.proofs.harness import proof
@@ -24,15 +26,15 @@ from tests.proofs.harness import proof
 MODELS = ("llama", "gemma3", "mixtral", "deepseek_v3")
 SIZES = {
     "roomy": EngineConfig(
-        max_sequences=3, max_batched_tokens=16, max_len=engines.LONGEST, page_size=8, pages=60, buckets=(4, 16),
+        max_sequences=2, max_batched_tokens=16, max_len=engines.LONGEST, page_size=8, pages=60, buckets=(4, 16),
         decode_steps=2, top_logprobs=3,
     ),
     "tight, swap": EngineConfig(
-        max_sequences=3, max_batched_tokens=12, max_len=engines.LONGEST, page_size=4, pages=18, buckets=(6, 12),
+        max_sequences=2, max_batched_tokens=12, max_len=engines.LONGEST, page_size=4, pages=18, buckets=(12,),
         decode_steps=3, preemption="swap", top_logprobs=3,
     ),
     "speculating": EngineConfig(
-        max_sequences=2, max_batched_tokens=16, max_len=engines.LONGEST, page_size=8, pages=40, buckets=(4, 16),
+        max_sequences=2, max_batched_tokens=16, max_len=engines.LONGEST, page_size=8, pages=40, buckets=(16,),
         decode_steps=2, speculate="ngram:2", draft_length="fixed", top_logprobs=3,
     ),
 }  # fmt: skip
@@ -61,6 +63,7 @@ class Arrivals:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ProgramCache, "_compile_or_load", held)
+            patch.setattr(jax, "jit", quick.jit)  # in the background threads too
             yield
 
 
@@ -136,14 +139,15 @@ def _whole(model: str, sizes: str) -> Engine:
     return _built[model, sizes]
 
 
-@proof("start", count=6, sample=1)
+@proof("start", count=6, sample=1, float64=True)
 def a_second_start_compiles_nothing(seed: int) -> None:
     """The background's programs are kept too; another model of the architecture, and an engine whose other settings are
     not the programs', finds them.
     """
     config = replace(SIZES["tight, swap"], max_sequences=2, samplers=("plain", "full"))
     asked = _traffic(seed, config)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
         made = []
         for number in range(3):
             sizes = replace(config, prefix_cache=number < 2)
