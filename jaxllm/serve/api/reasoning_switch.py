@@ -30,19 +30,3 @@ def require_reasoning(chat_format: ChatFormat, param: str) -> None:
     """
     if not chat_format.has_reasoning:
         raise ApiError(400, "this model's chat template marks no reasoning; leave the field out.", param=param)
-
-
-def reasoning_effort(chat_format: ChatFormat, effort: str, param: str) -> dict[str, Any]:
-    """Template variables for a reasoning effort: ``reasoning_effort``, or ``enable_thinking`` where it is all there is.
-
-    Raises:
-        ApiError: the template reads neither, so the effort would make no difference; ``param`` is the request field.
-    """
-    if chat_format.template_reads("reasoning_effort"):
-        return {"reasoning_effort": effort}
-    if effort in ("none", "minimal"):
-        return reasoning_off(chat_format, param)
-    if not chat_format.template_reads("enable_thinking"):
-        message = "this model's chat template reads neither reasoning_effort nor enable_thinking; give null."
-        raise ApiError(400, message, param=param)
-    return {"enable_thinking": True}

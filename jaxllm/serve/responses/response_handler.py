@@ -172,7 +172,7 @@ def _fitted(
     """
 
     def handler(begin: int) -> ChatCompletionHandler:
-        chat = chat_request(body, items[begin:], dispatcher.chat_format)
+        chat = chat_request(body, items[begin:])
         try:
             return ChatCompletionHandler(
                 dispatcher, with_model_sampling(chat, dispatcher.backend.sampling), head, record

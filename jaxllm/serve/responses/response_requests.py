@@ -175,7 +175,7 @@ class TextConfig(RequestModel):
 
 
 class ReasoningConfig(RequestModel):
-    """Reasoning effort: "none" needs a chat template with ``enable_thinking``, others one with ``reasoning_effort``."""
+    """Reasoning effort, as ``reasoning_effort`` of a chat completion."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Annotated[Any, UnsupportedField("reasoning is returned as it was generated")] = None

@@ -43,7 +43,7 @@ def add_response_routes(app: FastAPI, service: RequestService) -> ResponseStore:
 
         def count() -> int:
             items = (*earlier_items(store, body.previous_response_id, owner(request)), *input_items(body))
-            chat = chat_request(body, items, dispatcher.chat_format)
+            chat = chat_request(body, items)
             choice = resolve_tool_choice(chat, dispatcher.chat_format)
             return len(chat_prompt(dispatcher.chat_format, chat, choice)[1])
 

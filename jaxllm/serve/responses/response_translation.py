@@ -9,11 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from jaxllm.serve.api.errors import ApiError, validation_error
-from jaxllm.serve.api.reasoning_switch import reasoning_effort
 from jaxllm.serve.api.request_schemas import ChatRequest
 from jaxllm.serve.responses.response_requests import AllowedChoice, FunctionChoice, ResponseInputs, ResponseRequest
 from jaxllm.serve.responses.response_store import Item
-from jaxllm.serve.tools.tool_choice import ChatFormat
 
 CALL_PREFIX = "call_"
 """Prefix of call ids in this API; chat templates read the id without it."""
@@ -47,7 +45,7 @@ def _item(given: Item) -> Item:
     return given
 
 
-def chat_request(body: ResponseInputs, items: Sequence[Item], chat_format: ChatFormat) -> ChatRequest:
+def chat_request(body: ResponseInputs, items: Sequence[Item]) -> ChatRequest:
     """Chat-completion request that does what a request of the Responses API asks for, over a conversation's items.
 
     Raises:
@@ -57,14 +55,10 @@ def chat_request(body: ResponseInputs, items: Sequence[Item], chat_format: ChatF
     if body.instructions is not None:
         messages = [{"role": "system", "content": body.instructions}, *messages]
     fields: dict[str, Any] = {"model": body.model, "messages": messages, **_tools(body)}
-    variables: dict[str, Any] = {}
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        variables = reasoning_effort(chat_format, body.reasoning.effort, "reasoning.effort")
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
     if isinstance(body, ResponseRequest):
-        variables |= body.chat_template_kwargs or {}
-        fields |= _sampling(body)
-    if variables:
-        fields["chat_template_kwargs"] = variables
+        fields |= {"chat_template_kwargs": body.chat_template_kwargs, **_sampling(body)}
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
