@@ -112,10 +112,9 @@ def difficulty_edges(difficulty: Float[np.ndarray, " N"], bins: int) -> Float[np
     if not len(difficulty) or bins < 1:
         raise ValueError(f"{len(difficulty)} prompts in {bins} difficulty bins; give 1 or more of both.")
     inner = np.quantile(difficulty, np.arange(1, bins) / bins)
-    # Each edge is raised to the next difficulty that occurs, so that no bin is empty.
-    known = np.unique(difficulty)
-    edges = np.unique(known[np.searchsorted(known, inner)])
-    return edges[edges > known[0]]
+    # Of edges between the same two difficulties one is left, so that no bin is empty.
+    below, first = np.unique(np.searchsorted(np.unique(difficulty), inner), return_index=True)
+    return inner[first[below > 0]]
 
 
 def best_choices(

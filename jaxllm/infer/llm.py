@@ -95,6 +95,7 @@ class LLM:
             needed, or adapters in memory. ``engine.load_adapter`` adds others.
         background: generate as soon as the first programs are compiled, and compile the others meanwhile, see
             ``Engine.of``; ``engine.wait_for_programs`` waits for all.
+        plain_first: see ``Engine.of``; false for a server, whose first request may need any sampler.
         programs: folder of compiled programs that came with the model (`jaxllm compile --serve`); None: the folder
             ``programs`` in the model's directory, if there is one.
         trust_programs: run programs of that folder that somebody else has compiled: native code, which can do anything.
@@ -117,6 +118,7 @@ class LLM:
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         background: bool = True,
+        plain_first: bool = True,
         programs: Path | str | None = None,
         trust_programs: bool = False,
         progress: Listener | None = None,
@@ -151,6 +153,7 @@ class LLM:
                 policy=policy,
                 adapters=catalogue,
                 background=background,
+                plain_first=plain_first,
                 shipped=None if shipped is None else Path(shipped),
                 trusted=trust_programs,
                 progress=tell,

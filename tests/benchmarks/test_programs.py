@@ -121,7 +121,7 @@ def test_kernels_are_read():
 
 def test_every_recipe_and_six_schedules_and_ten_engines():
     kinds = [name.partition("/")[0] for name in programs.programs()]
-    assert kinds.count("recipe") == len(programs.entry_points(group="jaxllm.recipes")) == 20
+    assert kinds.count("recipe") == len(programs.entry_points(group="jaxllm.recipes")) == 21
     assert len(programs.SCHEDULES) == 6
     assert kinds.count("engine") >= 10
 

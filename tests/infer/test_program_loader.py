@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -148,6 +150,62 @@ def test_the_first_shapes_can_run_any_step_and_a_single_users_come_next():
         assert smallest_fitting(SHAPES, one) == one
     assert smallest_fitting(SHAPES[1:], shape(64, full=False)) == shape(64)
     assert smallest_fitting([shape(16)], shape(64)) is None
+
+
+def test_plain_shapes_can_come_first():
+    first, others = by_usefulness(SHAPES, plain=True)
+    assert [one.name for one in first] == ["prompt-64-plain", "decode-4-plain"]
+    assert {one.name for one in (*first, *others)} == {one.name for one in SHAPES}
+    only = [one for one in SHAPES if one.full]
+    assert by_usefulness(only, plain=True) == by_usefulness(only), "an engine with one sampler has no choice"
+
+
+def test_a_request_waits_for_a_sampler_that_does_not_come_first():
+    """The first programs have the plain sampler; the tokens are those of an engine that has all, and none is late."""
+    sizes = EngineConfig(
+        max_sequences=2, max_batched_tokens=8, max_len=32, page_size=8, pages=20, buckets=(8,), decode_steps=1
+    )
+    engine = engines.build(sizes, "llama", background=True, plain_first=True)
+    assert not any(name.endswith("-full") for name in list(engine.runner.programs)[:2])
+    params = [SamplingParams(max_tokens=4, seed=1, top_k=5), SamplingParams(max_tokens=4, seed=2)]
+    requests = [engine.submit([3, 4, 5], one) for one in params]
+    while any(s.finish is None for r in requests for s in r.sequences):
+        engine.step()
+    whole = engines.build(sizes, "llama")
+    want = [whole.submit([3, 4, 5], one) for one in params]
+    while any(s.finish is None for r in want for s in r.sequences):
+        whole.step()
+    assert [r.sequences[0].tokens for r in requests] == [r.sequences[0].tokens for r in want]
+    engine.wait_for_programs()
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
+
+
+def test_a_process_that_ends_while_programs_are_compiled_says_nothing():
+    """Its end waits for the program that is being compiled, and JAX's caches are still there for it."""
+    script = """
+import jax
+from dataclasses import dataclass
+from jaxllm.infer.runner.program_loader import ProgramLoader
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+
+def load(program):
+    def body(x, n):
+        for i in range(150):
+            x = jax.numpy.sin(x @ x) + i + n
+        return x
+    size = 3 + int(program.name)
+    return jax.jit(body).lower(jax.ShapeDtypeStruct((size, size), "float32"), 1.0).compile()
+
+jax.devices()
+loader = ProgramLoader([Named(str(n)) for n in range(9)], load, 1)
+loader.start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_step_takes_the_smallest_program_that_is_ready(monkeypatch):

@@ -185,7 +185,7 @@ def serve(argv: list[str]) -> int:
 
             loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config, progress=start)
             return LLM(
-                loaded, sizes, policy=order, adapters=found, progress=start,
+                loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
             )  # fmt: skip
 

@@ -152,6 +152,7 @@ class Engine:
         predict: Callable[[int, int], float] | None = None,
         adapters: AdapterCatalogue | None = None,
         background: bool = False,
+        plain_first: bool = False,
         shipped: Path | None = None,
         trusted: bool = False,
         progress: Listener | None = None,
@@ -171,6 +172,8 @@ class Engine:
             background: return as soon as the engine can run every step, with its largest programs; the others are
                 compiled in the background and used from then on. On a mesh over several processes all are compiled
                 first.
+            plain_first: with ``background``: the first programs have the plain sampler, which compiles in half the
+                time; the first request that needs the other one waits for it.
             shipped, trusted: see ``ProgramCache``.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
 
@@ -195,7 +198,8 @@ class Engine:
         reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
         runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
-            reserved_bytes=reserved, background=background, shipped=shipped, trusted=trusted, progress=progress,
+            reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
+            progress=progress,
         )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
         return cls(

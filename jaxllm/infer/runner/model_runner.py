@@ -78,11 +78,12 @@ class ModelRunner:
         strict: bool = False,
         reserved_bytes: int = 0,
         background: bool = False,
+        plain_first: bool = False,
         shipped: Path | None = None,
         trusted: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
     ):
-        self._reserved_bytes = reserved_bytes
+        self._reserved_bytes, self._plain_first = reserved_bytes, plain_first
         self.config, self.vocab_size = config, vocab_size
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
@@ -349,12 +350,13 @@ class ModelRunner:
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
         """All programs, and how many of them the engine can serve with; the others with the most useful first."""
-        first, others = by_usefulness(self._shapes)
-        programs = [self._step(shape) for shape in first]
+        first, others = by_usefulness(self._shapes, self._plain_first)
+        programs, later = [self._step(shape) for shape in first], list[EngineProgram]()
         if self._full:
             row = logits_processors.slot_buffer(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
-            programs.append(EngineProgram("seat", self._by_rules(seat), arguments, donated=("state",)))
+            seating = EngineProgram("seat", self._by_rules(seat), arguments, donated=("state",))
+            (programs if any(shape.full for shape in first) else later).append(seating)
         if self.adapter_pool is not None:
             content = self.adapter_pool.page(self._factors)
             self._page_shardings = [x.sharding for x in content]
@@ -372,7 +374,7 @@ class ModelRunner:
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
             programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
-        return [*programs, *map(self._step, others)], len(programs)
+        return [*programs, *later, *map(self._step, others)], len(programs)
 
     @functools.cached_property
     def _shapes(self) -> list[StepShape]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -116,6 +117,7 @@ class ProgramLoader(Mapping[str, Loaded]):
 
     def _begin(self, many: int) -> None:
         _alive.add(self)
+        _stop_at_exit()
         for _ in range(many):
             thread = threading.Thread(target=self._work, args=(self._stage,), name=THREADS, daemon=True)
             self._threads.append(thread)
@@ -206,7 +208,12 @@ def _cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-@atexit.register
+@functools.cache
+def _stop_at_exit() -> None:
+    """Registers ``_stop_all``, once, after JAX's backend has registered what clears its caches: that runs after it."""
+    atexit.register(_stop_all)
+
+
 def _stop_all() -> None:
     """Ends all threads before the interpreter does: a thread inside the compiler would crash it."""
     _idle.set()

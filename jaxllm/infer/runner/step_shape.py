@@ -120,13 +120,17 @@ class StepShape:
         return PackedBuffer(tuple(fields))
 
 
-def by_usefulness(shapes: Sequence[StepShape]) -> tuple[list[StepShape], list[StepShape]]:
+def by_usefulness(shapes: Sequence[StepShape], plain: bool = False) -> tuple[list[StepShape], list[StepShape]]:
     """Shapes that an engine can serve with alone, and the others with the most useful first.
 
     Any step fits into the largest shape of its kind with the most capable sampler, padded. Of the others, a single
     user's come first: the plain sampler, the smallest sizes, then the largest ones.
+
+    Args:
+        shapes: all shapes of an engine.
+        plain: the first ones have the plain sampler, if there is one; a step that needs the other waits for it.
     """
-    most = max(shape.full for shape in shapes)
+    most = (min if plain else max)(shape.full for shape in shapes)
     kinds = [[one for one in shapes if one.decode == decode] for decode in (False, True)]
     ends = {id(kind): (min(s.tokens for s in kind), max(s.tokens for s in kind)) for kind in kinds if kind}
     first = [next(s for s in kind if s.full == most and s.tokens == ends[id(kind)][1]) for kind in kinds if kind]
