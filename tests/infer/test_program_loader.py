@@ -181,10 +181,10 @@ def test_a_request_waits_for_a_sampler_that_does_not_come_first():
     assert engine.runner.program_cache.counts.late == 0
 
 
-def test_a_process_that_ends_while_programs_are_compiled_says_nothing():
-    """Its end waits for the program that is being compiled, and JAX's caches are still there for it."""
+def test_a_process_ends_after_the_program_that_is_being_compiled():
+    """Before any function of ``atexit``: JAX clears in one of them what a compilation reads."""
     script = """
-import jax
+import atexit, time
 from dataclasses import dataclass
 from jaxllm.infer.runner.program_loader import ProgramLoader
 
@@ -193,19 +193,23 @@ class Named:
     name: str
 
 def load(program):
-    def body(x, n):
-        for i in range(150):
-            x = jax.numpy.sin(x @ x) + i + n
-        return x
-    size = 3 + int(program.name)
-    return jax.jit(body).lower(jax.ShapeDtypeStruct((size, size), "float32"), 1.0).compile()
+    print("begun", program.name, flush=True)
+    time.sleep(0.2)
+    print("ended", program.name, flush=True)
 
-jax.devices()
 loader = ProgramLoader([Named(str(n)) for n in range(9)], load, 1)
 loader.start()
+atexit.register(print, "end")
+time.sleep(0.05)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert lines.index("end") == len(lines) - 1
+    assert len([one for one in lines if one.startswith("begun")]) < 6, "no further program is begun"
+    assert {one.split()[1] for one in lines if one.startswith("begun")} == {
+        one.split()[1] for one in lines if one.startswith("ended")
+    }
 
 
 def test_a_step_takes_the_smallest_program_that_is_ready(monkeypatch):

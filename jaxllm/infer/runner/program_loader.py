@@ -6,7 +6,6 @@ the others are compiled behind it, the most useful first, and ``ModelRunner.choo
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
@@ -210,12 +209,16 @@ def _cores() -> int:
 
 @functools.cache
 def _stop_at_exit() -> None:
-    """Registers ``_stop_all``, once, after JAX's backend has registered what clears its caches: that runs after it."""
-    atexit.register(_stop_all)
+    """Starts a thread, once, that stops all loaders when the main thread has ended.
+
+    Functions of ``atexit`` would be too late: JAX clears what it traces with in one of its own.
+    """
+    threading.Thread(target=_stop_all, name="end of program loaders").start()
 
 
 def _stop_all() -> None:
     """Ends all threads before the interpreter does: a thread inside the compiler would crash it."""
+    threading.main_thread().join()
     _idle.set()
     loaders = list(_alive)
     for loader in loaders:
