@@ -33,8 +33,9 @@ _GGUF_KEYS = {
 }
 """Keys of llama.cpp's files and the fields they mean."""
 SMOLLM2 = {"temperature": 0.2, "top_p": 0.9}
-"""What SmolLM2's authors use in the model card of SmolLM2-135M-Instruct; neither its repository nor the packaged file
-has it in machine-readable form. https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"""
+"""Sampling that SmolLM2's authors use in the model card of SmolLM2-135M-Instruct; neither its repository nor the
+packaged file has it in machine-readable form. https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+"""
 
 
 def sampling_defaults_of(folder: Path) -> SamplingDefaults:

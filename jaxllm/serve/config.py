@@ -11,7 +11,7 @@ from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS
 from jaxllm.serve.tracing import check_tracing
 
 MetricsNames = Literal["jaxllm", "vllm"]
-"""Whose names metrics are exported under: this server's alone, or vLLM's beside them."""
+"""Names that metrics are exported under: this server's alone, or vLLM's beside them."""
 
 
 @dataclass(frozen=True)

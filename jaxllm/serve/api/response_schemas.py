@@ -234,7 +234,7 @@ class Readiness(ResponseModel):
     """Response of `GET /ready`, with status 200 once the server answers requests, and 503 before and after."""
 
     status: Literal["loading", "compiling", "ready", "stopping", "failed"]
-    """What the server does: it loads the model, compiles its first programs, answers requests, or stops."""
+    """Stage of the server: it loads the model, compiles its first programs, answers requests, or stops."""
     programs_done: int
     """Compiled programs that are loaded; the others follow while requests are answered."""
     programs: int
