@@ -26,9 +26,11 @@ def group_normalised(rewards: Rewards) -> Rewards:
 
 def group_centred(rewards: Rewards) -> Rewards:
     """Rewards less their group's mean (Dr. GRPO, arXiv:2503.20783)."""
-    given = np.isfinite(rewards)
-    mean = np.where(given, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(_count(rewards), 1)
-    return np.where(given, rewards - mean, 0.0)
+    given, count = np.isfinite(rewards), np.maximum(_count(rewards), 1)
+    mean = np.where(given, rewards, 0.0).sum(axis=1, keepdims=True) / count
+    centred = np.where(given, rewards - mean, 0.0)
+    # Once more, for the rounding of the mean: equal rewards are exactly zero, whatever they are divided by.
+    return np.where(given, centred - centred.sum(axis=1, keepdims=True) / count, 0.0)
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
