@@ -102,6 +102,8 @@ def test_calculator():
         ("print(open('/etc/passwd').read())", "PermissionError: the sandbox has no access to /etc/passwd"),
         ("import os; print(os.listdir('/'))", "PermissionError: the sandbox has no access to /"),
         ("open('../x', 'w')", "PermissionError: the sandbox has no access to ../x"),
+        ("import os; os.mkdir('../x')", "PermissionError: the sandbox does not allow os.mkdir"),
+        ("import sqlite3; sqlite3.connect('../x')", "PermissionError: the sandbox does not allow sqlite3.connect"),
         ("x = 'a' * 10**10", "MemoryError"),
         ("raise SystemExit", ""),
     ],

@@ -42,9 +42,9 @@ for what, limit in (("CPU", seconds), ("AS", memory), ("FSIZE", 2**20), ("NOFILE
 program = sys.stdin.read()
 readable = [os.path.realpath(one) for one in (folder, *filter(None, sys.path), os.path.dirname(os.__file__))]
 refused = ("socket.", "subprocess.", "ctypes.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system",
-           "os.kill", "os.startfile", "pty.", "os.putenv", "os.remove", "os.rename", "os.rmdir", "os.link",
+           "os.kill", "os.startfile", "pty.", "os.putenv", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link",
            "os.symlink", "os.chmod", "os.chown", "os.truncate", "os.chflags", "shutil.", "syslog.", "fcntl.", "mmap.",
-           "glob.", "sys.addaudithook", "resource.", "signal.")
+           "glob.", "sqlite3.", "os.utime", "os.setxattr", "sys.addaudithook", "resource.", "signal.")
 modules = {"_socket", "socket", "_ctypes", "ctypes", "_posixsubprocess", "subprocess", "_multiprocessing",
            "multiprocessing", "_posixshmem", "_winapi", "asyncio"}
 writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
