@@ -72,22 +72,27 @@ def test_the_share_of_an_update_that_arrives_is_measured(rng):
     """Against numbers added up in float64: all but a thousandth in pairs, nothing to the nearest, the sum at random."""
     p = {"w": jnp.asarray(rng.uniform(1, 1.9, (64, 32)), jnp.bfloat16)}
     grads = {"w": jnp.asarray(rng.normal(size=(64, 32)), jnp.bfloat16)}
-    shares = {}
+    missed = {}
     for rounding in ("collage", "stochastic"):
-        rule, found = store_in_bfloat16(optax.sgd(1e-4), rounding), {}
+        rule = store_in_bfloat16(optax.sgd(1e-4), rounding)
         u = -1e-4 * np.asarray(grads["w"], np.float64)
         if rounding == "collage":  # whose update is a bfloat16 number
             u = u.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
-        state = rule.init(p)
-        moved, after = quick.jit(rule.update)(grads, state, p)
-        rule.update(grads, state, p, metrics=found)
-        arrived = np.asarray(moved["w"], np.float64)
-        if rounding == "collage":
-            arrived = arrived + np.asarray(after.low["w"], np.float64)
-        shares[rounding] = float(found["update_share"])
-        assert shares[rounding] == pytest.approx((u * arrived).sum() / (u * u).sum(), rel=1e-4)
-    assert abs(shares["collage"] - 1) < 2e-3
-    assert abs(shares["stochastic"] - 1) > 0.01
+        update, state, shares = quick.jit(rule.update), rule.init(p), []
+        for _ in range(6):
+            found = {}
+            rule.update(grads, state, p, metrics=found)
+            before = state
+            moved, state = update(grads, state, p)
+            arrived = np.asarray(moved["w"], np.float64)
+            if rounding == "collage":
+                arrived = arrived + np.asarray(state.low["w"], np.float64) - np.asarray(before.low["w"], np.float64)
+            shares.append(float(found["update_share"]))
+            assert shares[-1] == pytest.approx((u * arrived).sum() / (u * u).sum(), rel=1e-4)
+        missed[rounding] = max(abs(share - 1) for share in shares)
+    assert missed["collage"] < 2e-3
+    # One draw in 27 comes within 0.01 of the whole update by luck, six in a row do not.
+    assert missed["stochastic"] > 0.01
     nearest = jax.tree.map(lambda p, g: (p - 1e-4 * g.astype(jnp.float32)).astype(p.dtype) - p, p, grads)
     assert float(share_of_update({"w": u}, nearest)) < 0.01
     assert float(share_of_update({"w": jnp.zeros(3)}, {"w": jnp.zeros(3)})) == 1

@@ -58,7 +58,7 @@ def drawn(rng, inputs, outputs=7):
     [(24, 8, 4, True, False), (21, 8, 3, False, False), (260, None, 4, True, False), (24, 8, 2, False, True)],
 )
 def test_is_the_recurrence(inputs, size, bits, symmetric, act_order, rng, float64):
-    weight, x = drawn(rng, inputs)
+    weight, x = drawn(rng, inputs, outputs=24)
     gram = x.T @ x
     want, dense, params = by_column(weight, gram, bits, symmetric, size or inputs, act_order)
     grid = IntGrid(bits, symmetric)
@@ -69,7 +69,8 @@ def test_is_the_recurrence(inputs, size, bits, symmetric, act_order, rng, float6
     nearest = fit_groups(grid, jnp.asarray(weight), size or inputs)
     spread = [np.repeat(np.asarray(a), size or inputs, axis=0)[:inputs] for a in nearest]
     plain = np.asarray(grid.decode(grid.encode(jnp.asarray(weight), type(nearest)(*spread)), type(nearest)(*spread)))
-    assert np.linalg.norm(x @ (weight - dense)) < 0.9 * np.linalg.norm(x @ (weight - plain))
+    # Over 200 draws the ratio was 0.75 with a deviation of 0.045 in the case that gains least (2 bits).
+    assert np.linalg.norm(x @ (weight - dense)) < 0.95 * np.linalg.norm(x @ (weight - plain))
 
 
 def test_inputs_that_are_always_zero_and_singular_grams(rng, float64):
