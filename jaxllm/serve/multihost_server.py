@@ -54,8 +54,8 @@ def serve_group(
         serve(config, backend_factory(load, pooling), **others)
         return
     group.agree("the server", dict(facts or {}), 300.0)
-    # A launcher signals all processes: process 0 drains, its server having a handler of its own, and the others end when
-    # it has ended. Uvicorn raises the signal again after it has handled it.
+    # A launcher signals all processes: process 0 drains, its server having a handler of its own, and the others end
+    # when it has ended. Uvicorn raises the signal again after it has handled it.
     signals = _Signals()
     made: list[LLM] = []
 

@@ -154,7 +154,7 @@ def test_a_signal_while_the_model_is_loaded_ends_any_process(rank, number, kept_
 @pytest.mark.drawn(0.1)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_signal_ends_two_loading_processes(tmp_path, whole):
-    """By the launcher, or to process 1 alone, which the other one hears of. Five seconds are asked of one that is idle."""
+    """By the launcher, or to process 1 alone, which the other one hears of. Five seconds are asked, alone."""
     model = save(tmp_path / "model", num_hidden_layers=1)
     process = started(tmp_path, model, "--mesh", "data=2,tensor=2", "--port", "0", *SIZES)
     try:
