@@ -83,6 +83,10 @@ def _remat(run: RunConfig) -> str:
     return f'model.remat = "{run.model.remat}"'
 
 
+def _outer(run: RunConfig) -> str:
+    return f'outer.kind = "{run.outer.kind}"'
+
+
 def _precision(run: RunConfig) -> str:
     return f'model.matmul_precision = "{run.model.matmul_precision}"'
 
@@ -123,6 +127,12 @@ FEATURES: dict[str, Feature] = {
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
         lambda run: f'parallel.layout = "{run.parallel.layout}"',
     ),
+    "replicas": Feature(
+        lambda run, sizes: sizes.get("replica", 1) > 1, lambda run: f"the mesh {run.mesh!r} with replicas"
+    ),
+    "no replicas": Feature(lambda run, sizes: "replica" not in sizes, lambda run: f"the mesh {run.mesh!r}"),
+    "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
+    "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
     # Model
     "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),
     "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
@@ -288,6 +298,47 @@ REFUSALS: tuple[Refusal, ...] = (
         "it moves the activations of a pipeline's stages",
         "leave it out, or give the mesh stages, such as stage=2",
     ),
+    Refusal(
+        "replicas",
+        "no outer step",
+        "the parameters of replicas would never come together",
+        'give outer.kind = "diloco", or give the mesh data in place of replica',
+    ),
+    Refusal(
+        "outer step",
+        "no replicas",
+        "it brings replicas together that train by themselves",
+        "give the mesh the axis replica, such as replica=4",
+    ),
+    Refusal(
+        "outer step", "pipeline", "the stages of a pipeline do not run inside a replica", "leave stage out of the mesh"
+    ),
+    Refusal("outer step", "layerwise optimizer", "its step does not run inside a replica", "choose another optimizer"),
+    Refusal(
+        "outer step", "optimizer offload", "the states of replicas are in device memory", "set host.optimizer to false"
+    ),
+    Refusal(
+        "outer step", "parameter offload", "the states of replicas are in device memory", "set host.params to false"
+    ),
+    Refusal(
+        "outer step",
+        "parameter average",
+        "every replica would have an average of its own",
+        "set ema.decay to 0",
+    ),
+    Refusal(
+        "outer step",
+        "rollback",
+        "replicas see spikes of their own and do not communicate inside a round",
+        "choose another spikes.action",
+    ),
+    Refusal(
+        "outer step",
+        "overlapped saves",
+        "the step and its outer step are one program",
+        'give checkpoint.saving = "auto"',
+    ),
+    Refusal("outer step", "adapter", "every replica would have a copy of the frozen base", "leave out the outer step"),
     Refusal(
         "optimizer of several passes",
         "loss scaling",

@@ -253,6 +253,7 @@ def run_until(
                 return
             number, metrics = pending.pop()
             with watchdog.waiting_for(number):
+                metrics = run.read_metrics(metrics)
                 values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
             check_step_metrics(run, recorder, saver, number, values)
             recorder.step(number, values | (feed.metrics(number) if feed is not None else {}), metrics)

@@ -15,6 +15,9 @@ from jaxllm.parallel.pipeline.schedule_view import facts
 from jaxllm.parallel.sharding_table import ShardingTable, state_sharding_table
 from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
+from jaxllm.train.outer.config import OuterConfig
+from jaxllm.train.outer.outer_step import sent_bytes
+from jaxllm.train.outer.replicas import REPLICA
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.pipelined_loss import pipeline_plan
@@ -37,13 +40,24 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:
         return replace(found, remark=pipeline_remark(config, model, mesh))
+    remark = ""
+    if config.outer.kind != "none":
+        replicas = mesh.shape[REPLICA]
+        sent = sent_bytes(config.outer, state.params, replicas)
+        remark = (
+            f"outer step of {replicas} replicas every {config.outer.every} steps: a device sends {size(sent)} over "
+            f"{REPLICA}, {size(sent / config.outer.every)} a step; data parallelism over as many would send "
+            f"{size(sent_bytes(OuterConfig('diloco'), state.params, replicas))} a step"
+        )
+        rows //= replicas
+        mesh = mesh.update(axis_sizes=tuple(1 if name == REPLICA else n for name, n in mesh.shape.items()))
     try:
         sent = expected_collectives(
             model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate
         )
     except NotImplementedError as unknown:
-        return replace(found, remark=str(unknown))
-    return replace(found, collectives=sent)
+        return replace(found, remark="\n".join(filter(None, (remark, str(unknown)))))
+    return replace(found, collectives=sent, remark=remark)
 
 
 def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:
