@@ -87,6 +87,10 @@ def _outer(run: RunConfig) -> str:
     return f'outer.kind = "{run.outer.kind}"'
 
 
+def _compress(run: RunConfig) -> str:
+    return f'grads.compress = "{run.grads.compress}"'
+
+
 def _precision(run: RunConfig) -> str:
     return f'model.matmul_precision = "{run.model.matmul_precision}"'
 
@@ -133,6 +137,8 @@ FEATURES: dict[str, Feature] = {
     "no replicas": Feature(lambda run, sizes: "replica" not in sizes, lambda run: f"the mesh {run.mesh!r}"),
     "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
     "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
+    "compressed gradients": Feature(lambda run, _: bool(run.grads.compress), _compress),
+    "no data axis": Feature(lambda run, sizes: sizes.get("data", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
     # Model
     "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),
     "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
@@ -338,6 +344,47 @@ REFUSALS: tuple[Refusal, ...] = (
         "the step and its outer step are one program",
         'give checkpoint.saving = "auto"',
     ),
+    Refusal(
+        "compressed gradients",
+        "no data axis",
+        "gradients are compressed over the mesh axis data alone",
+        "give the mesh data, such as data=2,fsdp=4",
+    ),
+    Refusal(
+        "compressed gradients",
+        "outer step",
+        "gradients inside a replica are sent whole",
+        "give outer.compress in place of grads.compress",
+    ),
+    Refusal("compressed gradients", "pipeline", "the stages of a pipeline sum gradients themselves", NO_STAGES),
+    Refusal("compressed gradients", "layerwise optimizer", WHOLE, "choose another optimizer"),
+    Refusal(
+        "compressed gradients",
+        "optimizer of several passes",
+        "only the gradients of one pass are compressed",
+        "choose another optimizer",
+    ),
+    Refusal(
+        "compressed gradients",
+        "loss scaling",
+        "an overflow on one device would stay in the error feedback",
+        "set model.dtype to bfloat16",
+    ),
+    Refusal(
+        "compressed gradients",
+        "delayed fp8 scaling",
+        "the amax history is of all rows",
+        "choose another model.matmul_precision",
+    ),
+    Refusal("compressed gradients", "experts", "routing losses are of all rows", "leave out grads.compress"),
+    Refusal(
+        "compressed gradients",
+        "optimizer offload",
+        "its gradients are updated layer by layer",
+        "set host.optimizer to false",
+    ),
+    Refusal("compressed gradients", "trainable subset", "all parameters have a gradient", "leave out grads.compress"),
+    Refusal("compressed gradients", "adapter", "all parameters have a gradient", "leave out grads.compress"),
     Refusal("outer step", "adapter", "every replica would have a copy of the frozen base", "leave out the outer step"),
     Refusal(
         "optimizer of several passes",

@@ -24,6 +24,7 @@ from jaxllm.peft import AdapterConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import FEATURES, refused
 from jaxllm.train.host_offload import HostConfig
+from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_model import run_model
@@ -88,6 +89,8 @@ SETTINGS: dict[str, Setting] = {
     "replicas": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("diloco", every=1)),
     "no replicas": _run(mesh="fsdp=4"),
     "outer step": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("sparseloco", every=1)),
+    "compressed gradients": _run(mesh="data=2,fsdp=2", grads=GradsConfig("int8")),
+    "no data axis": _run(mesh="fsdp=4"),
     "no outer step": _run(outer=OuterConfig()),
     "pipeline": _pipeline,
     "virtual stages": _parallel(schedule="interleaved", chunks=2),

@@ -88,8 +88,8 @@ def parallel_error(outer: OuterConfig, rest: str = "fsdp=2,tensor=2", steps: int
     )
 
 
-def compiled_traffic(run: RunConfig) -> tuple[int, int, int]:
-    """Bytes of the compiled step's collectives inside replicas, between them in a round, and in the outer step."""
+def compiled_traffic(run: RunConfig, axis: str = REPLICA) -> tuple[int, int, int]:
+    """Bytes of the compiled step's collectives not over an axis, over it, and over it in conditionals (outer steps)."""
     model, _, mesh, abstract, step = parts_of(run)
     spec = model.rules.spec(("batch", "seq"), mesh)
     batch = jax.tree.map(
@@ -97,7 +97,7 @@ def compiled_traffic(run: RunConfig) -> tuple[int, int, int]:
     )
     with jax.set_mesh(mesh):
         text = jit_step(step, abstract).lower(abstract, batch).compile(environment.AS_EVER).as_text()
-    return traffic_between(text, Placement.of(mesh), REPLICA)
+    return traffic_between(text, Placement.of(mesh), axis)
 
 
 def float32(run: RunConfig) -> RunConfig:

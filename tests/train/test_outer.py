@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -12,14 +13,19 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.parallel.sharding_table_view import size
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.layout_search import search
 from jaxllm.train import ResumeError, train
+from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.compression import parse_compression
 from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.outer.int_values import Int2Blocks, Int8Blocks
 from jaxllm.train.outer.outer_step import sent_bytes
-from jaxllm.train.outer.replicas import OWN, REPLICA_PARAMS
+from jaxllm.train.outer.replicas import OWN, REPLICA, REPLICA_PARAMS
 from jaxllm.train.outer.top_k import TopK
 from jaxllm.train.records.run_directory import RunDirectory
+from jaxllm.train.run_sharding import sharding_table
 from tests import quick, tiny
 from tests.train import runs
 from tests.train.outer_runs import compiled_traffic, float32, parallel_error, parts_of, run_of, trained
@@ -166,3 +172,23 @@ def test_settings_that_have_no_effect_are_refused():
     for text in ("topk:2", "topk", "int9", "int8,int2", "topk:x", "int8:3"):
         with pytest.raises(ConfigError, match=r"outer\.compress: give int8"):
             parse_compression(text, "outer.compress")
+
+
+def test_the_sharding_table_says_what_goes_between_replicas():
+    run = float32(run_of("replica=4,fsdp=2", OuterConfig("diloco", every=10, compress="int8")))
+    table = sharding_table(run, 8)
+    sent = sent_bytes(run.outer, parts_of(run)[3].params, 4)
+    assert f"outer step of 4 replicas every 10 steps: a device sends {size(sent)} over replica" in table.remark
+    assert all(REPLICA not in one.axes for one in table.collectives)
+    compressed = float32(run_of("data=4,fsdp=2", OuterConfig(), grads=GradsConfig("powersgd:1")))
+    remark = sharding_table(compressed, 8).remark
+    assert re.match(r'gradients over data with grads\.compress = "powersgd:1": a device sends \S+ KiB a step', remark)
+
+
+def test_layout_search_refuses_what_it_has_no_formula_for():
+    for run in (
+        run_of("dp", OuterConfig("diloco")),
+        run_of("dp", OuterConfig(), grads=GradsConfig("int8")),
+    ):
+        with pytest.raises(ConfigError, match=r"no formula for (outer\.kind|grads\.compress): leave it out"):
+            search(run, Cluster.parse("v6e:2x2"))

@@ -14,6 +14,7 @@ from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.outer.co2 import co2_step
+from jaxllm.train.outer.compressed_gradients import compressed_gradients
 from jaxllm.train.outer.outer_step import averaging_step, outer_states
 from jaxllm.train.outer.replicas import copy_to_replicas, over_replicas, replica_states, with_outer_step
 from jaxllm.train.run_model import trained_params
@@ -95,6 +96,7 @@ def step_links(config: RunConfig) -> tuple[StepLink, ...]:
     """Links of a run's step, innermost first; the run's state has their states (``run_state``)."""
     rate = schedule(config.optim.schedule, config.steps)
     links = (
+        compressed_gradients(config.grads),
         mixed_precision(config.model, rate),
         spike_detection(config.spikes, rate),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
