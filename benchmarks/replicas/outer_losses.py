@@ -1,6 +1,6 @@
 """Held-out loss of replicas with outer steps beside data parallelism: docs/curves/low_communication.json.
 
-    python -m benchmarks.low_communication [STEPS [SEEDS]]    four replicas of a tiny model on the bundled text
+    python -m benchmarks.replicas.outer_losses [STEPS [SEEDS]]    four replicas of a tiny model on the bundled text
 
 Every run sees the same batches in the same order: four replicas have a quarter of each. Bytes are those that a device
 sends between replicas in all its steps, by the formula that the tests compare with compiled programs.
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).resolve().parent.parent / "docs/curves/low_communication.json"
+FILE = Path(__file__).resolve().parents[2] / "docs/curves/low_communication.json"
 REPLICAS, EVERY = 4, 30
 SETTINGS: dict[str, dict[str, Any]] = {
     "data parallelism": {},
