@@ -383,6 +383,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "its gradients are updated layer by layer",
         "set host.optimizer to false",
     ),
+    Refusal(
+        "compressed gradients",
+        "projected gradients",
+        "gradients of projections do not have the shapes of parameters",
+        "choose another optimizer",
+    ),
     Refusal("compressed gradients", "trainable subset", "all parameters have a gradient", "leave out grads.compress"),
     Refusal("compressed gradients", "adapter", "all parameters have a gradient", "leave out grads.compress"),
     Refusal("outer step", "adapter", "every replica would have a copy of the frozen base", "leave out the outer step"),

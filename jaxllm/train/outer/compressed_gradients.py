@@ -127,8 +127,8 @@ def local_gradients(take: Gradients, state: TrainState, batch: Any) -> tuple[Any
         state, batch: on the whole mesh.
     """
 
-    def local(params: Any, batch: Any) -> tuple[Any, Any]:
-        sums, grads = take(replace(state, params=params, opt_state=None, extras={}, step=None, rng=None), batch)
+    def local(state: TrainState, batch: Any) -> tuple[Any, Any]:
+        sums, grads = take(state, batch)
         here = jnp.maximum(sums.total, 1)
         sums = jax.tree.map(lambda x: jax.lax.psum(x, AXIS), sums)
         weight = here * jax.lax.axis_size(AXIS) / jnp.maximum(sums.total, 1)
@@ -137,7 +137,7 @@ def local_gradients(take: Gradients, state: TrainState, batch: Any) -> tuple[Any
     whole, rows = PartitionSpec(), PartitionSpec(AXIS)
     # check_vma=False: otherwise gradients of parameters that all devices share would be summed here already.
     run = jax.shard_map(local, in_specs=(whole, rows), out_specs=(whole, rows), axis_names={AXIS}, check_vma=False)
-    return run(state.params, batch)
+    return run(replace(state, extras={}), batch)
 
 
 def _packed(exchange: CompressedMean, rows: Any, params: Any) -> tuple[Any, Any]:
