@@ -20,7 +20,7 @@ from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, DequantisedT
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart, WeightPiece
 from jaxllm.models import PackedWeight
 from jaxllm.quant.formats.block_float8 import BlockFloat8
-from jaxllm.quant.formats.int_groups import WORDS, IntGroups
+from jaxllm.quant.formats.code_groups import WORDS, CodeGroups
 from jaxllm.quant.formats.mxfp4 import MXFP4
 from jaxllm.quant.grids import IntGrid
 
@@ -125,13 +125,13 @@ def _place_integers(
             params.append(stored.zeros(rows).astype(params[0].dtype))
         if not np.isfinite(params[0].astype(np.float32)).all():
             raise HubError(f"{path} (row {part.at[0]}) has scales that are not finite; the file is damaged.")
-        one_scales = np.stack([merged.from_hf(x, of_groups) for x in params], axis=-1)
+        one_scales = np.stack([merged.from_hf(x, of_groups) for x in params])
         if not values.size:
             values = np.empty((*stack, *one.shape), one.dtype)
             scales = np.empty((*stack, *one_scales.shape), one_scales.dtype)
         values[part.at], scales[part.at] = one, one_scales
     first = len(stack)
-    form = IntGroups(
+    form = CodeGroups(
         IntGrid(scheme.bits, scheme.symmetric), scheme.group, first + contract - 1 - len(leaf.shape), contract
     )
     mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
