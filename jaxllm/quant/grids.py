@@ -56,7 +56,7 @@ class Grid(Protocol):
         ...
 
     def offset(self, params: GridParams) -> Float[Array, "..."] | None:
-        """The value of code 0, where values are ``code * scale`` plus that of code 0; else None."""
+        """The value of the middle code, 2^(bits - 1), of equally spaced values where it differs by group; else None."""
         ...
 
     def fit(self, group: Float[Array, "... G O"]) -> GridParams:
@@ -106,8 +106,8 @@ class IntGrid:
         return GridParams(scale, jnp.full_like(scale, 2 ** (self.bits - 1)) if self.symmetric else stored[1])
 
     def offset(self, params: GridParams) -> Float[Array, "..."] | None:
-        """The value of code 0, of codes with zero points."""
-        return None if self.symmetric else -params.zero * params.scale
+        """The value of the middle code, which is 0 without zero points."""
+        return None if self.symmetric else (2 ** (self.bits - 1) - params.zero) * params.scale
 
     def fit(self, group: Float[Array, "... G O"]) -> GridParams:
         """Parameters of the group; a group of zeros has the scale 1."""
@@ -159,8 +159,8 @@ class MinimumGrid:
         return GridParams(stored[0], stored[1])
 
     def offset(self, params: GridParams) -> Float[Array, "..."] | None:
-        """The minima."""
-        return params.zero
+        """The value of the middle code."""
+        return 2 ** (self.bits - 1) * params.scale + params.zero
 
     def fit(self, group: Float[Array, "... G O"]) -> GridParams:
         """Parameters of the group; a group of zeros has the scale 1."""
@@ -178,14 +178,14 @@ class MinimumGrid:
 
 
 @dataclass(frozen=True)
-class ScaledGrid:
-    """Codes times their scale alone: the part of another grid's values without their offset."""
+class CentredGrid:
+    """Equally spaced values around 0: another grid's less the value of its middle code."""
 
     bits: int
 
     def decode(self, codes: UInt8[Array, "..."], params: GridParams) -> Float[Array, "..."]:
-        """Codes times scales."""
-        return codes.astype(params.scale.dtype) * params.scale
+        """Codes less the middle one, times scales."""
+        return (codes.astype(params.scale.dtype) - 2 ** (self.bits - 1)) * params.scale
 
 
 def stored_scale(scale: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from jaxllm.hub.compressed_tensors import pack_bits, unpack_bits
+from jaxllm.hub.stored_codes import pack_bits, unpack_bits
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import PackedWeight

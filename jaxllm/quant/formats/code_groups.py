@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxllm.quant.grids import Grid, GridParams, ScaledGrid
+from jaxllm.quant.grids import CentredGrid, Grid, GridParams
 from sharding import LogicalAxes
 
 WORDS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in range(2, 9)}
@@ -72,11 +72,12 @@ class CodeGroups:
     ) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
         """The matmul as a sum over lanes, whose weights are elementwise in the codes, so that XLA fuses them into it.
 
-        With zero points or minima, a term for the sums of groups of inputs: XLA:CPU fuses a scale, but not both.
+        With zero points or minima, a term for the sums of groups of inputs, times the values of the
+        middle code: XLA:CPU fuses a scale, but not both.
         """
         params = self.params(scales, x.dtype)
         offset = self.grid.offset(params)
-        plain = self.grid if offset is None else ScaledGrid(self.grid.bits)
+        plain = self.grid if offset is None else CentredGrid(self.grid.bits)
         lanes = self._lanes(self.flatten(values), params, plain)
         outs = lanes[0].shape[self.axis % lanes[0].ndim + 1 :]
         terms = [(x[..., k :: len(lanes)], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]
@@ -183,7 +184,7 @@ class CodeGroups:
             math.prod(shape) // inputs
         )
 
-    def _lanes(self, flat: UInt8[Array, "..."], params: GridParams, grid: Grid | ScaledGrid) -> list[Array]:
+    def _lanes(self, flat: UInt8[Array, "..."], params: GridParams, grid: Grid | CentredGrid) -> list[Array]:
         """Values of all lanes, [..., I / n, *out] each."""
         count, bytes_ = WORDS[self.grid.bits]
         axis = self.axis % flat.ndim
