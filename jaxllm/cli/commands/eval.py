@@ -27,6 +27,7 @@ def evaluate(argv: list[str]) -> int:
         limit: int | None = None,
         max_len: int = 2048,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        weights: str = "plain",
     ) -> int:
         """Measures bits per byte on the held-out split of the run's data (lower is better), or scores on --tasks.
 
@@ -41,14 +42,15 @@ def evaluate(argv: list[str]) -> int:
             limit: number of first rows of each task to use; all by default.
             max_len: maximum length of a row in tokens; longer rows are truncated from the left.
             dtype: with --tasks, compute dtype of a model from another library, float32 by default.
+            weights: with --tasks, as for `jaxllm generate`: packed, or a format to round to.
         """
         use_compilation_cache()
         if tasks:
             if step is not None:
                 raise UsageError("--step is for a run's held-out text; --tasks use the newest checkpoint.")
-            return run_tasks(model, [name for name in tasks.split(",") if name], limit, max_len, dtype)
-        if limit is not None or dtype is not None:
-            raise UsageError("--limit and --dtype are for --tasks.")
+            return run_tasks(model, [name for name in tasks.split(",") if name], limit, max_len, dtype, weights)
+        if limit is not None or dtype is not None or weights != "plain":
+            raise UsageError("--limit, --dtype and --weights are for --tasks.")
         with processes() as group:
             return measure(group, Path(model), step)
 
@@ -102,7 +104,12 @@ def evaluate(argv: list[str]) -> int:
 
 
 def run_tasks(
-    model: str, tasks: list[str], limit: int | None, max_len: int, dtype: Literal["float32", "bfloat16"] | None
+    model: str,
+    tasks: list[str],
+    limit: int | None,
+    max_len: int,
+    dtype: Literal["float32", "bfloat16"] | None,
+    weights: str = "plain",
 ) -> int:
     """Runs tasks and prints their scores: .jsonl files one after the other, then all lm-eval tasks together."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task
@@ -114,7 +121,7 @@ def run_tasks(
     for path in files:
         if not path.is_file():
             raise UsageError(f"there is no file {path}.")
-    loaded = load_with_progress(model, dtype)
+    loaded = load_with_progress(model, dtype, weights=weights)
     most, _ = hard_limit(loaded.model.config)
     sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
     scorer = Scorer(LLM(loaded, sizes))
