@@ -51,6 +51,11 @@ class PolicyState:
         """Whether waiting sequences hold pages of their prefix, see ``Policy``."""
         return hasattr(self.policy, "holds")
 
+    @property
+    def reserves_predicted(self) -> bool:
+        """Whether a sequence is admitted by the pages that it is predicted to need, see ``Policy``."""
+        return getattr(self.policy, "reserves_predicted", False)
+
     def add(self, new: sequence.Sequence, others: Sequences) -> None:
         """Records the arrival of a sequence."""
         new.rank, new.arrived = new.order, self.clock()

@@ -88,7 +88,13 @@ class ModelRunner:
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         latent = any(block.attention.kv_spec.latent for block in model.config.blocks)
-        check_mesh(self.mesh, invariant=config.batch_invariant, latent=latent, retention=config.retention is not None)
+        check_mesh(
+            self.mesh,
+            invariant=config.batch_invariant,
+            latent=latent,
+            retention=config.retention is not None,
+            residual=bool(config.residual_window),
+        )
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -129,7 +135,7 @@ class ModelRunner:
             pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
             self.program_cache.saved_value(held, list(pages))
         self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
-        self._swaps = config.preemption == "swap"
+        self._swaps = config.preemption == "swap" or config.has_tiers
         programs, first = self._programs()
         behind = background and not self.spans_processes
         self.programs = self.program_cache.load(programs, first if behind else len(programs), progress)
@@ -269,7 +275,7 @@ class ModelRunner:
     @property
     def token_bytes(self) -> int:
         """Bytes of KV cache per token, in all layers and on all shards, scales included."""
-        return sum(group.token_bytes(self._shards) for group in self.spec.groups)
+        return sum(group.token_bytes(self._shards, self.spec.page_size) for group in self.spec.groups)
 
     @property
     def _shards(self) -> int:
@@ -326,7 +332,7 @@ class ModelRunner:
 
     def _page_bytes(self, group: LayerGroup) -> int:
         shards = self._shards
-        return group.token_bytes(shards) // shards * self.spec.page_size
+        return group.page_bytes(self.spec.page_size, shards) // shards
 
     # Programs
 
@@ -346,6 +352,7 @@ class ModelRunner:
             rows=1 if decode else 1 + self.config.verify_tokens,
             retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
             adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
+            residual=any(group.residual for group in self.spec.groups),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
@@ -369,7 +376,7 @@ class ModelRunner:
                 lambda x, place=place: jax.ShapeDtypeStruct(
                     (x.shape[0], PAGES_PER_TRANSFER, *x.shape[2:]), x.dtype, sharding=place
                 ),
-                pool,
+                pool.in_pages(),
             )
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
@@ -431,7 +438,8 @@ class ModelRunner:
     # Sharding
 
     def _empty_pools(self) -> Pools:
-        return empty_pools(self.model.rules, self.spec.groups, self.spec.pages, self.spec.page_size)
+        spec = self.spec
+        return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
