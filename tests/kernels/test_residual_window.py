@@ -28,8 +28,9 @@ def form(monkeypatch) -> PageFormat:
 
 def empty(form: PageFormat, pages: int, sequences: int) -> PagePool:
     """A pool of garbage."""
-    sizes = {"layers": LAYERS, "pages": pages, "page_size": PAGE, "sequences": sequences}
-    pool = PagePool.zeros(form, dtype=jnp.float64, **sizes)
+    pool = PagePool.zeros(
+        form, layers=LAYERS, pages=pages, page_size=PAGE, dtype=jnp.float64, sequences=sequences
+    )  # fmt: skip
     return PagePool(
         jnp.full_like(pool.rows, 255), form, None, None, jnp.full_like(pool.channels, -1),
         jnp.full_like(pool.recent, jnp.nan),
@@ -51,7 +52,7 @@ def rounded(form: PageFormat, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray,
     """Keys and values as pages hold them, one page after the other."""
     rows = np.concatenate([k, v], axis=-1)
     rows = np.pad(rows, ((0, -len(rows) % PAGE), (0, 0), (0, 0))).reshape(-1, PAGE, K, 2 * H).swapaxes(1, 2)
-    data, channels = form.kv_format.encode_page(jnp.asarray(rows), form.value_parts)
+    data, channels = form.kv_format.encode_page(jnp.asarray(rows), form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
     held = np.asarray(form.unpack(Slots(data, channels=channels), "float64")).swapaxes(1, 2).reshape(-1, K, 2 * H)
     return held[..., :H], held[..., H:]
 
@@ -77,7 +78,7 @@ def test_equal_for_all_chunks(implementation, window, form, rng, float64):
     """Two requests in chunks of any lengths: what a query reads depends on its position alone."""
     run, length, pages = program(implementation, window), 29, rng.permutation(16)
     q, k, v = (rng.normal(size=(2, length, heads, H)) for heads in (N, K, K))
-    want = [oracle(form, *(x[r] for x in (q, k, v)), window, 0) for r in range(2)]
+    want = [oracle(form, q[r], k[r], v[r], window, 0) for r in range(2)]
     pool, done, slots = empty(form, 16, 3), [0, 0], np.array([2, 0], np.int32)
     table = pages.reshape(2, COLUMNS).astype(np.int32)
     while min(done) < length:
@@ -110,7 +111,8 @@ def test_found_pages_are_read_as_they_are(implementation, form, rng, float64):
     _, pool = run(pool, q, k, v, table[:1], ints(0, length), ints(length), none, none)
     rest = [x[found : found + 3] for x in (q, k, v)]
     out, _ = run(pool, *rest, table[1:], ints(0, 3), ints(found + 3), ints(1), ints(found))
-    want = oracle(form, *(x[: found + 3] for x in (q, k, v)), None, found)[found:]
+    q, k, v = (x[: found + 3] for x in (q, k, v))
+    want = oracle(form, q, k, v, None, found)[found:]
     np.testing.assert_allclose(out, want, atol=1e-12)
 
 

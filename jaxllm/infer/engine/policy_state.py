@@ -60,10 +60,14 @@ class PolicyState:
         """Records the arrival of a sequence."""
         new.rank, new.arrived = new.order, self.clock()
         request = new.request
-        new.predicted = (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
+        new.predicted = self.predict(request)
         active = {one.request.service.account for one in others}
         if self.policy is not None and request.service.account not in active:
             self.served = raise_new_key(self.served, request.service.account, sorted(active))
+
+    def predict(self, request: sequence.Request) -> float:
+        """Predicted number of tokens that a completion of a request has, by what is known now."""
+        return (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
 
     def finish(self, old: sequence.Sequence) -> None:
         """Records the length of a sequence that has ended."""

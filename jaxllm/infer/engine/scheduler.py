@@ -333,6 +333,8 @@ class Scheduler:
 
     def _fits_predicted(self, sequence: Sequence) -> bool:
         """Whether there are pages for all that the running sequences and this one are predicted to generate."""
+        if not sequence.generated:  # others may have ended since it came
+            sequence.predicted = self.policy_state.predict(sequence.request)
         needs = np.sum(
             [
                 self._pages_needed(s, s.length - s.computed + min(s.remaining, math.ceil(self._predicted(s))))

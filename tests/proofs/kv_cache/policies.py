@@ -55,8 +55,8 @@ def unknown_lengths(rng: np.random.Generator) -> Prompts:
 
 @proof("kv_cache", count=40, sample=2)
 def predicted_bytes_admit_more(seed: int) -> None:
-    """With an oracle, a noisy one and none: the same tokens; the oracle has more sequences at a time, fewer steps and no
-    preemption; the reservation of the most that each may generate has the fewest sequences."""
+    """With an oracle, a noisy one and none: the same tokens. The oracle has more sequences at a time, fewer steps and
+    no preemption; the reservation of all that each may generate has the fewest sequences."""
     rng = np.random.default_rng(seed)
     prompts = unknown_lengths(rng)
     whole = play(prompts, POLICIES["predicted"], lambda prompt, most: float(most))
@@ -70,6 +70,7 @@ def predicted_bytes_admit_more(seed: int) -> None:
     assert whole.running < oracle.running
     assert oracle.steps < whole.steps
     assert noisy.steps < whole.steps
+    assert learnt.steps < whole.steps
 
 
 @proof("kv_cache", count=40, sample=2)
