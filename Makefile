@@ -18,6 +18,9 @@ DEV := .venv/.dev-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 RUN := runs/quickstart
 
+# Tests and proofs start hundreds of processes, and JAX without bytecode is compiled anew in each, three seconds and more.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DELETE_ON_ERROR:
 .PHONY: quickstart test proof lint typecheck docs clean install install-dev
 

@@ -55,9 +55,10 @@ for piece in llm.stream("ROMEO:", SamplingParams(max_tokens=16, seed=1)):
 
 
 def environment_of(cache: str) -> dict[str, str]:
-    """Environment of a process whose only cache is this folder."""
-    variables = os.environ | {"JAXLLM_CACHE": cache, "JAX_PLATFORMS": "cpu"}
-    variables.pop("JAX_COMPILATION_CACHE_DIR", None)
+    """Environment of a process whose only cache is this folder, for Python's bytecode too."""
+    variables = os.environ | {"JAXLLM_CACHE": cache, "JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": f"{cache}/bytecode"}
+    for switch in ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"):
+        variables.pop(switch, None)
     return variables
 
 
