@@ -107,6 +107,11 @@ class EngineConfig:
             raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
         if self.residual_window:
             self._check_whole_pages()
+        if self.orders_channels and self.adapter_slots:
+            raise ValueError(
+                f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
+                "order: use kivi4 or int4 with adapter_slots."
+            )
         if min(self.kv_host_gib, self.kv_disk_gib) < 0:
             raise ValueError(
                 f"engine: kv_host_gib = {self.kv_host_gib} and kv_disk_gib = {self.kv_disk_gib}; give GiB."
@@ -156,6 +161,15 @@ class EngineConfig:
         from pallas_kernels.paged_attention.kv_formats import kv_format
 
         return kv_format(self.kv_dtype).residual
+
+    @property
+    def orders_channels(self) -> bool:
+        """Whether the KV cache format wants the channels of keys and values in the order of their sizes."""
+        if self.kv_dtype in ("auto", "bfloat16"):
+            return False
+        from pallas_kernels.paged_attention.kv_formats import kv_format
+
+        return kv_format(self.kv_dtype).orders_channels
 
     def _check_whole_pages(self) -> None:
         """Checks what goes with a format that encodes a page at once, behind the latest tokens."""

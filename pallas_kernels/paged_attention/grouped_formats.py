@@ -141,8 +141,11 @@ class Int4Format(GroupedFormat):
 class BlockFloatFormat(GroupedFormat):
     """``bfp4``: block floating point: four-bit mantissas and one exponent for up to 16 channels: 4.5 bits a value.
 
-    A block loses its small values to its largest one.
+    A block loses its small values to its largest one. The engine therefore reorders the channels of keys and values at
+    load, so that large ones share blocks (arXiv:2403.20137), see ``jaxllm.infer.channel_order``.
     """
+
+    orders_channels = True
 
     def part_bytes(self, size: int) -> int:
         """Bytes of a part: half a byte for a value, one for the exponent of a block."""

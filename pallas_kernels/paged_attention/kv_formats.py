@@ -36,12 +36,14 @@ class KVFormat:
         quantised: values that are read differ from those that were written.
         residual: the latest tokens of a sequence that are kept in full precision, in an array of their own; a page is
             encoded as a whole once it is behind them, see ``residual_window``. 0: each token is encoded by itself.
+        orders_channels: the engine reorders the channels of keys and values in the weights, by size.
     """
 
     scales: int = 0
     values_per_element: int = 1
     quantised: bool = False
     residual: int = 0
+    orders_channels: bool = False
 
     def elements(self, parts: tuple[int, ...]) -> int:
         """Stored elements of a slot, without padding; ``parts`` as in ``encode``."""

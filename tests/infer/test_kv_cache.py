@@ -136,6 +136,16 @@ def test_what_whole_pages_do_not_go_with(fields, why):
         EngineConfig(kv_dtype="kivi4", **fields)
 
 
+def test_channels_that_are_not_reordered():
+    sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype="bfp4")
+    with pytest.raises(ValueError, match="reorders channels, and the model has layers apart: use kivi4 or int4"):
+        engines.build(sizes, apart=True)
+    with pytest.raises(ValueError, match="the model has a layer that is not plain grouped-query attention"):
+        engines.build(sizes, "deepseek_v3")
+    with pytest.raises(ValueError, match="adapters are for its own order"):
+        EngineConfig(kv_dtype="bfp4", adapter_slots=2)
+
+
 def test_whole_pages_are_not_split_over_context():
     sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype="kivi4")
     with pytest.raises(ShardingError, match="encodes whole pages does not go with context=2"):

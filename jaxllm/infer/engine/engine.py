@@ -34,6 +34,7 @@ import numpy as np
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.files import digest
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
+from jaxllm.infer.channel_order import ChannelOrder
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.candidates import CandidateSelector
@@ -122,6 +123,7 @@ class Engine:
         self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
         self.page_store = self._tiers()
+        self.channel_order: ChannelOrder | None = None
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
             self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
@@ -196,6 +198,9 @@ class Engine:
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
+        order = ChannelOrder(model, params) if config.orders_channels else None
+        if order is not None:
+            model, params = order.model, order.fold(params)
         if config.speculate is not None:
             proposer = make_proposer(
                 ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
@@ -207,10 +212,12 @@ class Engine:
             progress=progress,
         )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
-        return cls(
+        engine = cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
+        engine.channel_order = order
+        return engine
 
     @property
     def device(self) -> Runner:
@@ -467,7 +474,7 @@ class Engine:
                 slots.keep(self.adapters.add(name, source), packed[name])
         if params is None:
             return
-        self.runner.swap(params)
+        self.runner.swap(params if self.channel_order is None else self.channel_order.fold(params))
         if self.page_store is not None:
             self.page_store.restart(self._identity_of_pages())
         if isinstance(self.proposer, BatchProposer):

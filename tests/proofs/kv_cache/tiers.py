@@ -29,7 +29,7 @@ def tiers_in_random_histories(seed: int) -> dict[str, float]:
     """Admission, preemption, eviction, restarts, damaged and missing files, a full disk: equal tokens, no page lost."""
     rng = np.random.default_rng(seed)
     folder = Path(tempfile.mkdtemp(prefix="tiers-"))
-    counts = dict.fromkeys(("host_hits", "disk_hits", "damaged", "dropped"), 0.0)
+    counts: dict[str, float] = dict.fromkeys(("host_hits", "disk_hits", "damaged", "dropped"), 0.0)
     try:
         sizes = with_kv_cache(SIZES, kv_host=float(rng.choice([0.0, 2e-5, 1e-3])), kv_disk=folder)
         sizes = dataclasses.replace(sizes, kv_disk_gib=float(rng.choice([2e-5, 1.0])))
