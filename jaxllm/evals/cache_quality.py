@@ -49,10 +49,9 @@ def cache_quality(
     Raises:
         ValueError: the text is too short for so many tokens; or see ``with_kv_cache``.
     """
-    room = length + 64
     sizes = EngineConfig(
-        max_sequences=1, max_batched_tokens=CHUNK, max_len=room, buckets=(CHUNK,), samplers=("full",), decode_steps=1,
-        prefix_cache=False,
+        max_sequences=1, max_batched_tokens=CHUNK, max_len=length + 64, buckets=(CHUNK,), samplers=("full",),
+        decode_steps=1, prefix_cache=False,
     )  # fmt: skip
     llm = LLM(loaded, with_kv_cache(sizes, kv_format, kv_keep))
     ids = llm.ids(corpus.path("heldout").read_text("utf-8")[: 8 * length * rows])
@@ -67,7 +66,9 @@ def cache_quality(
     for depth in np.linspace(0.0, 1.0, needles):
         key = str(rng.integers(10_000, 100_000))
         needle = llm.ids(_NEEDLE.format(key=key), add_special_tokens=False)
-        hay = ids[: length - len(needle) - len(question)]
+        if (room := length - len(needle) - len(question)) < needles:
+            raise ValueError(f"a text of {length} tokens has no room for a pass key and its question; give more.")
+        hay = ids[:room]
         at = max(1, int(depth * len(hay)))
         prompt = [*hay[:at], *needle, *hay[at:], *question]
         (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0.0))

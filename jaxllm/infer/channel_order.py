@@ -47,7 +47,8 @@ class ChannelOrder:
         first = model.config.blocks[0].attention
         assert isinstance(first, AttentionConfig)
         self._sizes = [
-            _key_sizes(group["attention"], block.attention) for block, group in _blocks(model.config, params)
+            _key_sizes(group["attention"], block.attention, _gain(model.config, block, group))
+            for block, group in _blocks(model.config, params)
         ]
         self._pairs = tuple(int(i) for i in np.argsort(-np.sum(self._sizes, axis=0), kind="stable"))
         config = model.config
@@ -71,7 +72,9 @@ class ChannelOrder:
             for name in _NORMS:
                 if name in attention:
                     attention[name] = {part: x[..., keys] for part, x in attention[name].items()}
-            order = np.argsort(-_sizes(attention["v"], attention.get("v_bias")), axis=-1, kind="stable")  # L K H
+            gain = _gain(self.model.config, block, group)
+            sizes = _sizes(attention["v"], attention.get("v_bias"), gain)
+            order = np.argsort(-sizes, axis=-1, kind="stable")  # L K H
             attention["v"] = jnp.take_along_axis(attention["v"], jnp.asarray(order)[:, None], axis=-1)
             if "v_bias" in attention:
                 attention["v_bias"] = jnp.take_along_axis(attention["v_bias"], jnp.asarray(order), axis=-1)
@@ -134,18 +137,28 @@ def _blocks(config: DecoderConfig, params: Params) -> Sequence[tuple[Any, Any]]:
     return [(c, params["segments"][s][n]) for c, (s, n) in zip(configs, _places(config), strict=True)]
 
 
-def _sizes(weight: Float[Array, "L D K H"], bias: Float[Array, "L K H"] | None) -> Float[np.ndarray, "L K H"]:
-    """Mean square of what each channel is, for inputs of independent unit elements."""
-    sizes = np.sum(np.square(np.asarray(weight, np.float64)), axis=1)
+def _gain(config: DecoderConfig, block: BlockConfig, group: Any) -> Float[np.ndarray, "L D"]:
+    """Gain of the norm before a layer's projections; 1 where there is none."""
+    if block.norms == "post":
+        return np.ones((1, config.embed_dim))
+    gain = np.asarray(group["attention_norm"]["gain"], np.float64)
+    return gain + 1 if config.norm == "rms_plus_one" else gain
+
+
+def _sizes(
+    weight: Float[Array, "L D K H"], bias: Float[Array, "L K H"] | None, gain: Float[np.ndarray, "L2 D"]
+) -> Float[np.ndarray, "L K H"]:
+    """Mean square of what each channel is, for normed inputs of independent elements."""
+    sizes = np.sum(np.square(np.asarray(weight, np.float64) * gain[:, :, None, None]), axis=1)
     return sizes if bias is None else sizes + np.square(np.asarray(bias, np.float64))
 
 
-def _key_sizes(attention: Any, config: AttentionConfig) -> Float[np.ndarray, " P"]:
+def _key_sizes(attention: Any, config: AttentionConfig, gain: Float[np.ndarray, "L D"]) -> Float[np.ndarray, " P"]:
     """Size of each pair of channels of keys, or of each channel without rotation, over all layers and heads."""
-    sizes = _sizes(attention["k"], attention.get("k_bias"))
+    sizes = _sizes(attention["k"], attention.get("k_bias"), gain)
     if config.qk_norm == "head":
-        gain = np.asarray(attention["k_norm"]["gain"], np.float64)[:, None]
-        sizes = sizes / sizes.mean(-1, keepdims=True) * np.square(gain)
+        own = np.asarray(attention["k_norm"]["gain"], np.float64)[:, None]
+        sizes = sizes / sizes.mean(-1, keepdims=True) * np.square(own)
     sizes = np.sum(sizes / sizes.mean(-1, keepdims=True), axis=(0, 1))
     if (rope := config.rope) is None:
         return sizes

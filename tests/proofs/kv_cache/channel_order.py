@@ -36,16 +36,16 @@ def logits(model: Functional, params: Any, tokens: np.ndarray) -> np.ndarray:
 
 @proof("kv_cache", count=200, sample=3)
 def ordered_blocks_lose_less(seed: int) -> None:
-    """Values of weights with a few large columns: the mean square error in bfp4 is less once columns are in order."""
+    """Values with a large channel in each block: the mean square error in bfp4 is less once channels are in order."""
     rng = np.random.default_rng(seed)
     h, many = int(rng.choice([64, 128])), 200
     sizes = np.ones(h)
-    large = rng.choice(h, int(rng.integers(3, 9)), replace=False)
-    sizes[large] = rng.uniform(8, 40, len(large))
+    large = np.arange(0, h, 16) + rng.integers(0, 16, h // 16)
+    sizes[large] = rng.uniform(15, 25, len(large))
     values = (rng.normal(size=(many, h)) * sizes).astype(np.float32)
     row, error = KV_FORMATS["bfp4"], []
     for order in (np.arange(h), np.argsort(-sizes, kind="stable")):
         data, _ = row.encode(jnp.asarray(values[:, order]), (h,), "float32")
         got = np.asarray(row.unpack(data, None, (h,), "float32"))
         error.append(float(np.mean(np.square(got - values[:, order]))))
-    assert error[1] < error[0]
+    assert error[1] < 0.7 * error[0]

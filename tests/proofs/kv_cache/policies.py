@@ -75,7 +75,7 @@ def predicted_bytes_admit_more(seed: int) -> None:
 
 @proof("kv_cache", count=40, sample=2)
 def groups_take_fewer_steps_and_pages(seed: int) -> None:
-    """Four batches of groups with a common beginning, mixed, more than there are pages for: the same tokens, and together
+    """Four batches of groups with a common beginning, mixed, more than there are pages for: the same tokens, and in all
     fewer prompt tokens, steps and peak pages than first come, first served with an LRU prefix cache; no preemption."""
     rng, sums = np.random.default_rng(seed), np.zeros((2, 3), int)
     for _ in range(4):
