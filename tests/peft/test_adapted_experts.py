@@ -39,10 +39,10 @@ def adapted(kind: str = "lora") -> tuple[Any, Any, Any]:
     config = AdapterConfig(kind, 3, 5.0, ("experts", "q"))  # type: ignore[arg-type]
     model, given = adapted_model(base, config), base.init(jax.random.key(0))
     params = start_params(model, config, given, MeshSpec.parse("dp").build(jax.devices()[:1]), 1)
+    params = jax.tree.map(jnp.asarray, jax.device_get(params))  # off the mesh
     assert float(loss(model, params)) == pytest.approx(float(loss(base, given)), abs=1e-14)
     keys = iter(jax.random.split(jax.random.key(2), 99))
     mask = trainable_mask(model, ("adapter",))
-    params = jax.tree.map(jnp.asarray, jax.device_get(params))  # off the mesh
     moved = jax.tree.map(lambda on, x: x + 0.1 * jax.random.normal(next(keys), x.shape) if on else x, mask, params)
     return model, given, merge(select(mask, moved), params)
 
