@@ -55,7 +55,7 @@ def serve(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
         kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
-        layers: Literal["stacked", "apart"] = "stacked",
+        layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
         adapters: Path | None = None,
         adapter_slots: int = 32,
@@ -107,7 +107,8 @@ def serve(argv: list[str]) -> int:
             kv_dtype: dtype of the KV cache: auto (the compute dtype), bfloat16, or 8 bits with scales (accuracy and
                 memory: docs/serve/serving.md).
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
-                on some devices and compiles longer.
+                on CPUs and GPUs and compiles ten times as long; auto: apart where the programs for that are there, by
+                `jaxllm compile --serve DIR --layers apart` or an earlier start, and stacked otherwise.
             mesh: device mesh, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Each replica has
                 --max-sequences and --max-batched-tokens of its own.
             adapters: directory of LoRA adapters in PEFT's format, each in a directory whose name is its model name; or
@@ -183,10 +184,12 @@ def serve(argv: list[str]) -> int:
         def load() -> LLM:
             from jaxllm.infer.llm import shipped_programs
 
-            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config, progress=start)
+            form = "stacked" if layers == "auto" else layers
+            loaded = load_with_progress(model, dtype, form, mesh, weights, generation_config, progress=start)
             return LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
+                layers="auto" if layers == "auto" else "given",
             )  # fmt: skip
 
         def announce(url: str) -> None:
@@ -195,7 +198,7 @@ def serve(argv: list[str]) -> int:
             print(f"ready: {url} serves {config.name} ({done} of {total} programs{rest})", file=sys.stderr, flush=True)
 
         facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
-        with processes() as group:
+        with processes(advice="Start all processes of the server again with the same command.") as group:
             if group.size > 1 and mesh is None:
                 raise UsageError(
                     f"{group.size} processes serve one model together: give --mesh over all their devices, such as "

@@ -44,7 +44,8 @@ def compile_serving(argv: list[str]) -> int:
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain, packed, or a format that matrices are rounded to.
             kv_dtype: dtype of the KV cache.
-            layers: stacked, or apart.
+            layers: stacked, or apart: decodes faster on CPUs and GPUs, and `jaxllm serve` takes it by itself where
+                these programs are there.
             mesh: device mesh, such as data=2,tensor=4; one device by default.
         """
         from jaxllm.infer import LLM
