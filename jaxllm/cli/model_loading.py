@@ -69,6 +69,18 @@ def check_speculation(speculate: str | None, tokens: int | None) -> None:
     with_speculation(EngineConfig(), speculate, tokens)
 
 
+def check_kv_cache(kv_format: str, kv_keep: str) -> None:
+    """Checks ``--kv-format`` and ``--kv-keep`` before a model is loaded.
+
+    Raises:
+        ValueError: there is no such format or rule, or they do not go together.
+    """
+    from jaxllm.infer import EngineConfig
+    from jaxllm.infer.kv_cache_options import with_kv_cache
+
+    with_kv_cache(EngineConfig(), kv_format, kv_keep)
+
+
 @contextlib.contextmanager
 def _tensor_progress(name: str, progress: Listener | None) -> Iterator[Callable[[str, int, int], None]]:
     if progress is not None:

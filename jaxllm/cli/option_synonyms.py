@@ -85,7 +85,7 @@ SYNONYMS = (
     OptionSynonym(("serve",), ("--served-model-name", "--alias"), "--name"),
     OptionSynonym(("serve",), ("--max-num-seqs", "--parallel", "--max-running-requests"), "--max-sequences"),
     OptionSynonym(("serve",), ("--max-num-batched-tokens", "--chunked-prefill-size"), "--max-batched-tokens"),
-    OptionSynonym(("serve",), ("--kv-cache-dtype", "--cache-type-k"), "--kv-dtype"),
+    OptionSynonym(("serve",), ("--kv-cache-dtype", "--cache-type-k"), "--kv-format"),
     OptionSynonym(_MODELS, ("--quantization", "--quantize", "--load-format"), "--weights"),
     OptionSynonym(("serve",), ("--lora-modules", "--enable-lora", "--lora"), "--adapters", "a directory of adapters"),
     OptionSynonym(("serve",), ("--max-loras",), "--adapter-slots"),

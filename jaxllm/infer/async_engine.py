@@ -112,6 +112,7 @@ class AsyncEngine:
                 if self.engine.busy:
                     for delta in self.engine.step():
                         self._deliver(delta)
+            self.engine.keep_pages()
         except BaseException as error:
             self._failure = error
         stopped = EngineStopped("the engine has stopped.")

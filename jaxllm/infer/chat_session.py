@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.convert.load import LoadedModel
 from jaxllm.files import DataError
+from jaxllm.infer.kv_cache_options import KEEP_ALL
 from jaxllm.infer.llm import LLM, single_user_config
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams, with_sampling_defaults
 
@@ -29,6 +30,7 @@ class Chat:
             model's authors recommend (``LoadedModel.sampling``), else a temperature of 0.7 and nothing else.
         seed: sampling seed; each answer is sampled independently.
         speculate, speculate_tokens: speculative decoding, see ``LLM``.
+        kv_format, kv_keep: KV cache, see ``with_kv_cache``.
 
     Raises:
         DataError: the model has no chat template.
@@ -46,6 +48,8 @@ class Chat:
     seed: int = 0
     speculate: str | None = None
     speculate_tokens: int | None = None
+    kv_format: str = "auto"
+    kv_keep: str = KEEP_ALL
 
     def __post_init__(self) -> None:
         self._params(self.max_tokens)
@@ -106,7 +110,9 @@ class Chat:
         if self._llm is None or self._llm.engine.max_len < len(ids) + room:
             room_for = max(2048, len(ids) + room)
             full = self._params(room).needs_full
-            sizes = single_user_config(self.loaded, room_for, self.speculate, self.speculate_tokens, full)
+            sizes = single_user_config(
+                self.loaded, room_for, self.speculate, self.speculate_tokens, full, self.kv_format, self.kv_keep
+            )
             self._llm = LLM(self.loaded, sizes)
         for piece in self._llm.stream(ids, self._params(room)):
             if piece.text:

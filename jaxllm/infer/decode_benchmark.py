@@ -14,6 +14,7 @@ from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.convert.load import LoadedModel
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
@@ -69,6 +70,7 @@ class DecodeBenchmark:
         bandwidth: memory bandwidth in bytes per second, see ``memory_bandwidth``.
         manifest: see ``Engine.of``.
         speculate, speculate_tokens: speculative decoding, see ``LLM``.
+        kv_format, kv_keep: KV cache, see ``with_kv_cache``.
     """
 
     def __init__(
@@ -82,6 +84,8 @@ class DecodeBenchmark:
         *,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        kv_format: str = "auto",
+        kv_keep: str = KEEP_ALL,
     ):
         self.batch, self.prompt, self.tokens, self.bandwidth = batch, prompt, tokens, bandwidth
         self.config = loaded.model.config
@@ -96,7 +100,7 @@ class DecodeBenchmark:
             max_sequences=batch, max_batched_tokens=budget, max_len=prompt + tokens, buckets=(budget,),
             samplers=("plain",), prefix_cache=False, decode_steps=16,
         )  # fmt: skip
-        sizes = with_speculation(sizes, speculate, speculate_tokens)
+        sizes = with_speculation(with_kv_cache(sizes, kv_format, kv_keep), speculate, speculate_tokens)
         sizes = replace(sizes, buckets=tuple(sorted({budget, *sizes.verify_buckets})))
         start = time.perf_counter()
         self.engine = Engine.of(
@@ -109,6 +113,13 @@ class DecodeBenchmark:
             strict=True,
         )
         self.ready = time.perf_counter() - start
+
+    @property
+    def _tokens_read(self) -> int:
+        """Tokens of the KV cache that a sequence reads halfway through: those that a retention rule keeps, or all."""
+        half = self.prompt + self.tokens // 2
+        rules = [group.rule for group in self.engine.runner.spec.groups if group.rule is not None]
+        return rules[0].capacity(half) if rules else half
 
     def run(self) -> DecodeMeasurement:
         """Measures greedy decoding of random prompts."""
@@ -126,7 +137,7 @@ class DecodeBenchmark:
                     waiting -= 1
                     first = time.perf_counter()
         end = time.perf_counter()
-        held = self.batch * (self.prompt + self.tokens // 2) * kv_bytes_per_token(self.config)
+        held = self.batch * self._tokens_read * self.engine.runner.token_bytes
         return DecodeMeasurement(
             self.batch, self.prompt, self.tokens, end - first, first - start, self.weights + held, self.bandwidth,
             self.ready,

@@ -38,10 +38,15 @@ class EngineConfig:
             log-probabilities too).
         top_logprobs: upper limit of ``SamplingParams.logprobs``.
         kv_dtype: dtype of the KV cache: "auto": the model's compute dtype; "bfloat16"; "int8" or "fp8" (float8_e4m3fn),
-            which have a float32 scale for each token's key and one for its value, per kv head; or another quantised row
-            of ``pallas_kernels.paged_attention.kv_formats.KV_FORMATS``.
+            which have a float32 scale for each token's key and one for its value, per kv head; "int4", "bfp4", "kivi4",
+            "kivi2" (docs/serve/kv_cache.md); or another quantised row of
+            ``pallas_kernels.paged_attention.kv_formats.KV_FORMATS``.
         retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``: a rule that decides which tokens leave
-            the KV cache of the layers without a sliding window; None: all stay.
+            the KV cache of the layers without a sliding window, with its sizes, such as "window+sinks:1024,4"; None:
+            all stay.
+        kv_host_gib: GiB of host memory for pages that the prefix cache evicts on the device, see ``page_store``.
+        kv_disk: directory for those that leave host memory, where they are found after a restart; None: none.
+        kv_disk_gib: most GiB there.
         speculate: proposer of speculative decoding: a row of ``jaxllm.infer.speculate.proposer_table.PROPOSERS`` with
             its argument, such as "ngram:4"; None: none, or that of ``Engine(proposer=)``.
         draft_length: with ``speculate``: "adaptive": drafts have up to ``verify_tokens`` tokens, as many as acceptance
@@ -70,6 +75,9 @@ class EngineConfig:
     top_logprobs: int = 5
     kv_dtype: KvDtype = "auto"
     retention: str | None = None
+    kv_host_gib: float = 0.0
+    kv_disk: str | None = None
+    kv_disk_gib: float = 64.0
     speculate: str | None = None
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
@@ -97,6 +105,22 @@ class EngineConfig:
             raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
         if self.kv_dtype not in ("auto", "bfloat16") and self.kv_dtype not in (rows := _quantised_formats()):
             raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
+        if self.residual_window:
+            self._check_whole_pages()
+        if self.orders_channels and self.adapter_slots:
+            raise ValueError(
+                f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
+                "order: use kivi4 or int4 with adapter_slots."
+            )
+        if min(self.kv_host_gib, self.kv_disk_gib) < 0:
+            raise ValueError(
+                f"engine: kv_host_gib = {self.kv_host_gib} and kv_disk_gib = {self.kv_disk_gib}; give GiB."
+            )
+        if self.has_tiers and not self.prefix_cache:
+            raise ValueError(
+                "engine: kv_host_gib and kv_disk keep pages of the prefix cache, and prefix_cache = False (a retention "
+                "rule needs that); leave them out."
+            )
         if self.draft_length not in ("adaptive", "fixed"):
             raise ValueError(f"engine: draft_length = {self.draft_length!r}; legal: 'adaptive', 'fixed'.")
         if self.retention is not None and self.prefix_cache:
@@ -123,6 +147,48 @@ class EngineConfig:
             )
         if self.batch_invariant:
             self._check_invariant()
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there are tiers of the KV cache behind the device."""
+        return self.kv_host_gib > 0 or self.kv_disk is not None
+
+    @property
+    def residual_window(self) -> int:
+        """Latest tokens of a sequence in full precision, where the KV cache format encodes whole pages; else 0."""
+        if self.kv_dtype in ("auto", "bfloat16"):
+            return 0
+        from pallas_kernels.paged_attention.kv_formats import kv_format
+
+        return kv_format(self.kv_dtype).residual
+
+    @property
+    def orders_channels(self) -> bool:
+        """Whether the KV cache format wants the channels of keys and values in the order of their sizes."""
+        if self.kv_dtype in ("auto", "bfloat16"):
+            return False
+        from pallas_kernels.paged_attention.kv_formats import kv_format
+
+        return kv_format(self.kv_dtype).orders_channels
+
+    def _check_whole_pages(self) -> None:
+        """Checks what goes with a format that encodes a page at once, behind the latest tokens."""
+        wrong = {
+            "preemption = 'swap'": self.preemption == "swap",
+            "batch_invariant": self.batch_invariant,
+            f"retention = {self.retention!r}": self.retention is not None,
+            "page_size = None": self.page_size is None,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(
+                f"engine: kv_dtype = {self.kv_dtype!r} encodes whole pages behind the latest tokens, which are in full "
+                f"precision elsewhere; it does not go with {name}. Use int8, fp8, int4 or bfp4 with that."
+            )
+        if self.page_size is not None and self.verify_tokens > self.page_size:
+            raise ValueError(
+                f"engine: kv_dtype = {self.kv_dtype!r} has room for page_size = {self.page_size} draft tokens, not "
+                f"verify_tokens = {self.verify_tokens}."
+            )
 
     def _check_adapters(self) -> None:
         if self.adapter_slots < 0:

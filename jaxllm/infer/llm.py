@@ -24,6 +24,7 @@ from jaxllm.infer.engine.policies import Policy
 from jaxllm.infer.engine.sequence import Request
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
@@ -311,10 +312,13 @@ def single_user_config(
     speculate: str | None = None,
     speculate_tokens: int | None = None,
     full: bool = False,
+    kv_format: str = "auto",
+    kv_keep: str = KEEP_ALL,
 ) -> EngineConfig:
     """Engine configuration for one user: few programs, and room for sequences of this many tokens.
 
-    ``full``: with the full sampler, for parameters that need it; else the plain one.
+    ``full``: with the full sampler, for parameters that need it; else the plain one. ``kv_format``, ``kv_keep``: see
+    ``with_kv_cache``.
 
     The length is a power of two, so that compiled programs are found again for the next prompt. On a CPU, prefill
     chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones, and need only one
@@ -333,7 +337,7 @@ def single_user_config(
         buckets=buckets,
         samplers=("full" if full else "plain",),
     )
-    config = with_speculation(config, speculate, speculate_tokens)
+    config = with_speculation(with_kv_cache(config, kv_format, kv_keep), speculate, speculate_tokens)
     return replace(config, buckets=tuple(sorted({*buckets, *config.verify_buckets})))
 
 

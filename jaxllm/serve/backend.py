@@ -231,6 +231,8 @@ def describe(engine: Engine) -> dict[str, Any]:
             "bytes": sum(x.nbytes for x in held),
             "token_bytes": runner.token_bytes,
         }
+    if engine.page_store is not None:
+        out.setdefault("cache", {})["tiers"] = engine.page_store.report()
     if leaves:
         devices = sorted(leaves[0].sharding.device_set, key=lambda d: d.id)
         out["devices"] = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in devices]

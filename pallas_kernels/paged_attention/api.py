@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.kernel_support import check_positional
+from pallas_kernels.paged_attention.kernel_support import check_each_token, check_positional
 from pallas_kernels.paged_attention.pages import PagePool, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
@@ -27,6 +28,7 @@ def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
     from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
 
     check_positional("pallas_tpu", kw.pop("retention"))
+    check_each_token("pallas_tpu", kw["format"], kw.pop("residual"))
     return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
@@ -34,6 +36,7 @@ def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
     from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
 
     check_positional("pallas_gpu", kw.pop("retention"))
+    check_each_token("pallas_gpu", kw["format"], kw.pop("residual"))
     return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 
@@ -61,6 +64,7 @@ def paged_attention(
     softcap: float | None = None,
     decode_only: bool = False,
     retention: Retention | None = None,
+    residual: Residual | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
     """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
@@ -92,6 +96,7 @@ def paged_attention(
         decode_only: a promise that no request has more than one token in this step; compiles a program without prefill.
         retention: retention rule, with which the pool has ``positions``, and slots are not in the order of positions;
             None: every token is kept.
+        residual: ring buffers of the requests' latest tokens, where the pool's format encodes whole pages; else None.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -107,6 +112,11 @@ def paged_attention(
         raise ValueError(
             "paged_attention: a retention rule and a pool with positions belong together; see PagePool.zeros."
         )
+    if (residual is None) != (pool.recent is None) or (residual is not None and retention is not None):
+        raise ValueError(
+            "paged_attention: ring buffers belong to a pool whose pages are encoded as a whole, without a retention "
+            "rule; see PagePool.zeros."
+        )
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"paged_attention: {name} = {value}; give a positive number, or None for none.")
@@ -116,10 +126,11 @@ def paged_attention(
         )
     ints = (jnp.asarray(layer, jnp.int32), *(x.astype(jnp.int32) for x in (page_table, cu_q_lens, kv_lens)))
     columns = None if retention is None else retention.columns.astype(jnp.int32)
-    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, columns, *ints)
+    rings = None if residual is None else Residual(*(x.astype(jnp.int32) for x in residual))
+    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, columns, rings, *ints)
     axes = varying_axes(*jax.tree.leaves(arrays))
     widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
-    q, new, slots, sinks, columns, layer, *ragged = widened
+    q, new, slots, sinks, columns, rings, layer, *ragged = widened
     out, slots = dispatch(
         "paged_attention",
         IMPLEMENTATIONS,
@@ -136,8 +147,9 @@ def paged_attention(
         softcap=softcap,
         decode_only=decode_only,
         retention=None if retention is None else Retention(retention.rule, columns),
+        residual=rings,
     )
-    return out, PagePool(slots.data, pool.format, slots.scales, slots.positions)
+    return out, PagePool(slots.data, pool.format, *slots[1:])
 
 
 def _check(

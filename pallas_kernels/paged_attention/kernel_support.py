@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from pallas_kernels._pallas import check_supported
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
+from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention
 
 
@@ -36,4 +37,17 @@ def check_positional(name: str, retention: Retention | None) -> None:
     if retention is not None:
         raise NotImplementedError(
             f"{name} takes slots in the order of positions, not under a retention rule; implementation 'xla' does."
+        )
+
+
+def check_each_token(name: str, format: PageFormat, residual: Residual | None) -> None:
+    """Checks that each token of a page is encoded by itself.
+
+    Raises:
+        NotImplementedError: pages are encoded as a whole, behind a residual window.
+    """
+    if residual is not None:
+        raise NotImplementedError(
+            f"{name} reads pages whose tokens are encoded one by one, not {format.encoding!r}; implementation 'xla' "
+            "reads those."
         )

@@ -34,11 +34,24 @@ class KVFormat:
         scales: scales of a key and of a value each, 0 for none.
         values_per_element: values that one stored element holds; it divides the head dims.
         quantised: values that are read differ from those that were written.
+        residual: the latest tokens of a sequence that are kept in full precision, in an array of their own; a page is
+            encoded as a whole once it is behind them, see ``residual_window``. 0: each token is encoded by itself.
+        orders_channels: the engine reorders the channels of keys and values in the weights, by size.
     """
 
     scales: int = 0
     values_per_element: int = 1
     quantised: bool = False
+    residual: int = 0
+    orders_channels: bool = False
+
+    def elements(self, parts: tuple[int, ...]) -> int:
+        """Stored elements of a slot, without padding; ``parts`` as in ``encode``."""
+        return sum(parts) // self.values_per_element
+
+    def width(self, parts: tuple[int, ...], stored_width: int) -> int:
+        """Values that ``unpack`` gives of a slot of so many stored elements."""
+        return stored_width * self.values_per_element
 
     def stored(self, dtype: DTypeLike) -> np.dtype:
         """Dtype of stored elements in a pool for values of ``dtype``."""
@@ -71,6 +84,12 @@ class KVFormat:
         """
         del scales, first
         return tile.astype(dtype)
+
+    def unpack(
+        self, data: Shaped[Array, "*any C M"], scales: Scales, parts: tuple[int, ...], dtype: DTypeLike
+    ) -> Float[Array, "*any C W"]:
+        """Values of slots, in ``dtype``, where their parts are known; as ``decode``, which kernels call."""
+        return self.decode(data, scales, parts[0], dtype)
 
 
 class BitsFormat(KVFormat):
@@ -167,9 +186,8 @@ KV_FORMATS: dict[str, KVFormat] = {
     "int8": ScaledFormat(jnp.int8, jnp.int8, 127.0),
     "fp8": ScaledFormat(jnp.float8_e4m3fn, jnp.int8, 448.0),
 }
-"""KV cache formats by name; the error of x at scale s is at most s / 2 in int8, and max(|x| / 16, s / 1024) in fp8.
-
-``EngineConfig.kv_dtype`` names a quantised one.
+"""KV cache formats by name, with those of ``grouped_formats`` and ``channel_formats``; the error of x at scale s is
+at most s / 2 in int8, and max(|x| / 16, s / 1024) in fp8. ``EngineConfig.kv_dtype`` names a quantised one.
 """
 
 

@@ -37,11 +37,20 @@ class Slots(NamedTuple):
         data: elements, [T, K, W] or [L, P, K, C, W].
         scales: [T, K, Z] or [L, P, K, Z, C], float32; None where the encoding has none.
         positions: of a pool with a retention rule, int32 [L, P, K, 1, C]: position of each slot's token, or -1.
+        channels: of a pool whose pages are encoded as a whole, int32 [L, P, K, 1, H]: scale and minimum of each channel
+            in a page, two float16 each.
+        recent: of such a pool, [L, S, K, B, W]: ring buffers of sequences, see ``residual_window``; not in pages.
     """
 
     data: Any
     scales: Any = None
     positions: Any = None
+    channels: Any = None
+    recent: Any = None
+
+    def in_pages(self) -> Slots:
+        """The arrays that pages have a part in."""
+        return self._replace(recent=None)
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,11 @@ class PageFormat:
                 f"must not exceed key_dim = {self.key_dim}."
             )
         per = self.kv_format.values_per_element
+        if self.latent and self.kv_format.residual:
+            raise ValueError(
+                f"PageFormat: {self.encoding!r} encodes keys and values along different axes, and a latent is both: "
+                "choose int8, fp8, int4 or bfp4."
+            )
         if any(part % per for part in self._parts):
             raise ValueError(
                 f"PageFormat: an element of {self.encoding!r} holds {per} values: key_dim = {self.key_dim} and "
@@ -94,12 +108,12 @@ class PageFormat:
     @property
     def width(self) -> int:
         """Values of a slot, padding included (W)."""
-        return self.stored_width * self.kv_format.values_per_element
+        return self.kv_format.width(self._parts, self.stored_width)
 
     @property
     def stored_width(self) -> int:
         """Stored elements of a slot, padding included."""
-        used = sum(self._parts) // self.kv_format.values_per_element
+        used = self.kv_format.elements(self._parts)
         return -(-used // self.multiple) * self.multiple
 
     @property
@@ -112,6 +126,17 @@ class PageFormat:
         """Numbers of consecutive values that are encoded together, in the order of the slot."""
         sizes = (self.value_dim, self.key_dim - self.value_dim) if self.latent else (self.key_dim, self.value_dim)
         return tuple(size for size in sizes if size)
+
+    @property
+    def value_parts(self) -> tuple[int, ...]:
+        """Numbers of consecutive values that are encoded together, in the order of the slot."""
+        return self._parts
+
+    @property
+    def channels(self) -> int:
+        """Channels of a page that have a scale and a minimum; 0 unless pages are encoded as a whole."""
+        found = self.kv_format
+        return found.channels(self._parts) if found.residual else 0  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -131,15 +156,24 @@ class PageFormat:
         """Bytes of a token in one layer and kv head, scales included, in a pool for values of ``dtype``."""
         return self.stored_width * self.stored(dtype).itemsize + self.scales * SCALE.itemsize
 
+    def page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+        """Bytes of a page in one layer and kv head, scales included, in a pool for values of ``dtype``."""
+        return page_size * self.slot_bytes(dtype) + 4 * self.channels
+
     def pack(self, k: Float[Array, "T K H"], v: Float[Array, "T K V"] | None, dtype: DTypeLike) -> Slots:
-        """Slots of tokens, encoded as in a pool for values of ``dtype``."""
+        """Slots of tokens, encoded as in a pool for values of ``dtype``; not encoded where that is done by page."""
         rows = k if v is None else jnp.concatenate([k, v], axis=-1)
+        if self.kv_format.residual:
+            return Slots(rows)  # encoded later, with the other tokens of their page
         rows, scales = self.kv_format.encode(rows, self._parts, dtype)
         return Slots(jnp.pad(rows, ((0, 0), (0, 0), (0, self.stored_width - rows.shape[-1]))), scales)
 
     def unpack(self, held: Slots, dtype: DTypeLike) -> Float[Array, "*any C W"]:
-        """Slots [*any, C, M] of pages, with scales [*any, Z, C], decoded to ``dtype``."""
-        return self.kv_format.decode(held.data, held.scales, self._parts[0], dtype)
+        """Slots [*any, C, M] of pages, with scales [*any, Z, C] or channels [*any, 1, H], decoded to ``dtype``."""
+        if self.kv_format.residual:
+            decode = self.kv_format.decode_page  # pyright: ignore[reportAttributeAccessIssue]
+            return decode(held.data, held.channels, self._parts, dtype)
+        return self.kv_format.unpack(held.data, held.scales, self._parts, dtype)
 
     def keys(self, rows: Float[Array, "*any W"]) -> Float[Array, "*any H"]:
         """Keys of slots."""
@@ -160,12 +194,15 @@ class PagePool:
         format: format of a slot.
         scales: Float[Array, "L P K Z C"] where the encoding has scales, or its shape or sharding.
         positions: Int[Array, "L P K 1 C"] where a retention rule drops tokens, or its shape or sharding.
+        channels, recent: where pages are encoded as a whole, see ``Slots``, or their shapes or shardings.
     """
 
     rows: Any
     format: PageFormat = field(metadata={"static": True})
     scales: Any = None
     positions: Any = None
+    channels: Any = None
+    recent: Any = None
 
     @classmethod
     def zeros(
@@ -177,15 +214,19 @@ class PagePool:
         page_size: int,
         dtype: DTypeLike,
         positions: bool = False,
+        sequences: int = 0,
     ) -> PagePool:
-        """Empty pool; with ``positions`` for a retention rule."""
-        held = empty_slots(format, layers=layers, pages=pages, page_size=page_size, dtype=dtype, positions=positions)
-        return cls(held.data, format, held.scales, held.positions)
+        """Empty pool; with ``positions`` for a retention rule, for so many ``sequences`` if pages are encoded whole."""
+        held = empty_slots(
+            format, layers=layers, pages=pages, page_size=page_size, dtype=dtype, positions=positions,
+            sequences=sequences,
+        )  # fmt: skip
+        return cls(held.data, format, *held[1:])
 
     @property
     def slots(self) -> Slots:
         """Contents of the pool, without the format."""
-        return Slots(self.rows, self.scales, self.positions)
+        return Slots(self.rows, self.scales, self.positions, self.channels, self.recent)
 
     @property
     def page_size(self) -> int:
@@ -199,10 +240,29 @@ class PagePool:
 
 
 def empty_slots(
-    format: PageFormat, *, layers: int, pages: int, page_size: int, dtype: DTypeLike, positions: bool = False
+    format: PageFormat,
+    *,
+    layers: int,
+    pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+    positions: bool = False,
+    sequences: int = 0,
 ) -> Slots:
-    """Contents of an empty pool; with ``positions`` for a retention rule."""
+    """Contents of an empty pool, see ``PagePool.zeros``; ring buffers have elements of ``dtype``."""
     sizes = layers, pages, format.kv_heads
     rows = jnp.zeros((*sizes, page_size, format.stored_width), format.stored(dtype))
     scales = jnp.zeros((*sizes, format.scales, page_size), SCALE) if format.scales else None
-    return Slots(rows, scales, jnp.full((*sizes, 1, page_size), -1, jnp.int32) if positions else None)
+    at = jnp.full((*sizes, 1, page_size), -1, jnp.int32) if positions else None
+    if not format.kv_format.residual:
+        return Slots(rows, scales, at)
+    channels = jnp.zeros((*sizes, 1, format.channels), jnp.int32)
+    places = ring_places(format.kv_format.residual, page_size)
+    return Slots(
+        rows, scales, at, channels, jnp.zeros((layers, sequences, format.kv_heads, places, format.width), dtype)
+    )
+
+
+def ring_places(residual: int, page_size: int) -> int:
+    """Places of a ring buffer: the window, the page that is leaving it, and as many draft tokens as a page has."""
+    return -(-residual // page_size) * page_size + 2 * page_size

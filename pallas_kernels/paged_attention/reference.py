@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
+from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep, in_full_precision
 from pallas_kernels.paged_attention.retention import Retention, write_retained
 
 
@@ -49,6 +50,7 @@ def paged_attention_reference(
     softcap: float | None,
     decode_only: bool,
     retention: Retention | None = None,
+    residual: Residual | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Reference paged attention: (output, pages); materialises every token's scores, in at least float32.
 
@@ -57,10 +59,13 @@ def paged_attention_reference(
     del decode_only  # a promise that saves nothing here
     (t, n, h), (pages, kv) = q.shape, pool.data.shape[1:3]
     tokens = ragged.tokens(t)
-    pool = write(pool, new, layer, ragged, tokens, retention)
+    step = None if residual is None else ResidualStep(residual, new.data, format, window)
+    pool = (
+        write(pool, new, layer, ragged, tokens, retention) if step is None else step.encode_pages(pool, layer, ragged)
+    )
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     at = layer, jnp.clip(ragged.page_table, 0, pages - 1)
-    held = format.unpack(Slots(*(None if x is None else x[at] for x in pool)), dtype)  # R J K C W
+    held = format.unpack(Slots(*(None if x is None else x[at] for x in pool.in_pages())), dtype)  # R J K C W
     held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, format.width)
     position = tokens.position[:, None, None]  # T 1 1
     # Slots that hold no token may hold nan, and 0 * nan is nan.
@@ -77,6 +82,13 @@ def paged_attention_reference(
         at = at[tokens.request]
         visible = used[tokens.request] & (at <= position) & retention.rule.keep(at, position)
     held = jnp.where(used[..., None], held, 0)[tokens.request]  # T S K W
+    if step is not None:  # which of the two a token is read from differs between queries
+        found, size = step.residual.found[tokens.request][:, None, None], pool.data.shape[3]
+        encoded = at < step.encoded(position + 1, found, size)
+        whole, there = in_full_precision(pool, step, layer, ragged, ragged.page_table.shape[1])
+        whole = jnp.where(there[..., None, None], whole.astype(dtype), 0)[tokens.request]
+        held = jnp.where(encoded[..., None], held, whole)
+        pool = step.write_ring(pool, layer, ragged, tokens)
     visible &= tokens.real[:, None, None]
     if window is not None:
         visible &= at > position - window

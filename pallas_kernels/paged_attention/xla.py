@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
+from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep
 from pallas_kernels.paged_attention.retention import Retention
 
 BLOCK_TOKENS = 64
@@ -52,6 +53,7 @@ class _Problem(NamedTuple):
     window: int | None
     softcap: float | None
     retention: Retention | None
+    residual: ResidualStep | None
 
 
 def paged_attention_xla(
@@ -68,11 +70,17 @@ def paged_attention_xla(
     softcap: float | None,
     decode_only: bool,
     retention: Retention | None = None,
+    residual: Residual | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention in plain JAX: (output, pages); see ``paged_attention``."""
     t, n, _ = q.shape
-    pool = write(pool, new, layer, ragged, ragged.tokens(t), retention)
-    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention)
+    step = None if residual is None else ResidualStep(residual, new.data, format, window)
+    if step is None:
+        pool = write(pool, new, layer, ragged, ragged.tokens(t), retention)
+    else:
+        with jax.named_scope("kv_write"):
+            pool = step.encode_pages(pool, layer, ragged)
+    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention, step)
     size = min(BLOCK_TOKENS, t)
     # A block at the end of the batch may reach beyond it. The output is made from q to vary over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
@@ -81,6 +89,11 @@ def paged_attention_xla(
     out = _attend(problem, q, out, ragged.blocks(t, 1, alone), 1)
     if not decode_only and t > 1:
         out = _attend(problem, q, out, ragged.blocks(t, size, jnp.where(alone == 1, 0, ragged.lengths)), size)
+    if step is not None:
+        # After the ring buffers have been read: otherwise XLA copies them.
+        out, recent = jax.lax.optimization_barrier((out, pool.recent))
+        with jax.named_scope("kv_write"):
+            pool = step.write_ring(pool._replace(recent=recent), layer, ragged, ragged.tokens(t))
     return out[:t], pool
 
 
@@ -116,16 +129,31 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size
     begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(block.position - problem.window + 1, 0)
     if (retention := problem.retention) is not None:  # slots are not in the order of positions: all are looked at
         begin, reach = jnp.zeros_like(reach), retention.columns[block.request] * problem.pool.data.shape[3]
+    encoded: Any = None
+    if (step := problem.residual) is not None:
+        found, whole_page = step.residual.found[block.request], problem.pool.data.shape[3]
+        encoded = step.encoded(position + 1, found, whole_page)
+        reach = step.encoded(reach, found, whole_page)
+        begin = jnp.minimum(begin, reach)
 
     def more(pages: int, first: Array, state: Any) -> Any:
         """Online-softmax update by ``pages`` pages (or parts of one, see ``read_unit``) from number ``first`` on."""
-        top, total, out = state
         held, stored = _read(problem, block.request, first, pages, begin, reach, dtype)
         at = first * page_size + jnp.arange(pages * page_size) if stored is None else stored[:, None]
+        seen = at <= position if encoded is None else (at <= position) & (at < encoded)
+        return update(state, held, at, seen)
+
+    def in_full_precision(held: Array, at: Array, state: Any) -> Any:
+        """Online-softmax update by tokens that are not in encoded pages; their positions are -1 where there is none."""
+        there = (at >= 0) & (at >= begin)
+        seen = there & (at <= position) & (at >= encoded)
+        return update(state, jnp.where(there[:, None], held, 0).astype(dtype), at, seen)
+
+    def update(state: Any, held: Array, at: Array, seen: Array) -> Any:
+        top, total, out = state
         scores = jnp.einsum("kmh,ksh->kms", q, held if whole else form.keys(held))
         if problem.softcap is not None:
             scores = problem.softcap * jnp.tanh(scores / problem.softcap)
-        seen = at <= position
         if problem.window is not None:
             seen &= at > position - problem.window
         if retention is not None:
@@ -144,8 +172,28 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size
     if problem.sinks is not None:
         top, total = zero + jnp.repeat(problem.sinks.astype(dtype).reshape(kv, -1, 1), size, axis=1), zero + 1.0
     state = top, total, jnp.broadcast_to(zero, (kv, m, form.width if whole else form.value_dim))
-    _, total, out = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
+    state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
+    if step is not None:
+        state = _over_residual(problem, step, block, size, in_full_precision, state)
+    _, total, out = state
     return (form.values(out) if whole else out) / jnp.where(total > 0.0, total, 1.0)
+
+
+def _over_residual(
+    problem: _Problem, step: ResidualStep, block: TokenBlocks, size: int, more: Callable[..., Any], state: Any
+) -> Any:
+    """Folds ``more(contents, positions, state)`` over the tokens in full precision: older ones, then the step's own."""
+    state = more(*step.ring(problem.pool, problem.layer, problem.ragged, block.request), state)
+    found, page_size = step.residual.found[block.request], problem.pool.data.shape[3]
+    begin = problem.ragged.kv_lens[block.request] - problem.ragged.lengths[block.request]
+    begin = jnp.maximum(begin, step.encoded(block.position + 1, found, page_size))
+    steps = (block.position + block.tokens - begin + size - 1) // size
+
+    def one(i: Array, state: Any) -> Any:
+        held, at = step.new_tokens(problem.ragged, block.request, begin + i * size, size)
+        return more(held, at, state)
+
+    return jax.lax.fori_loop(0, steps, one, state)
 
 
 def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array, stop: Array, page_size: int) -> Any:
@@ -185,7 +233,10 @@ def _read(
         scales = None
         if form.parts:
             scales = cut(problem.pool.scales, (*starts, zero, within), (1, 1, kv, form.scales, size))[0, 0]
-        held = form.unpack(Slots(held, scales), dtype)
+        channels = None
+        if form.channels:
+            channels = cut(problem.pool.channels, (*starts, zero, zero), (1, 1, kv, 1, form.channels))[0, 0]
+        held = form.unpack(Slots(held, scales, channels=channels), dtype)
         at = (first + j) * size + jnp.arange(size)
         there = (at >= begin) & (at < reach)
         if problem.retention is None:

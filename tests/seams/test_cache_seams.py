@@ -125,7 +125,7 @@ def test_bytes_of_a_token():
 def test_what_is_not_served_is_refused():
     with pytest.raises(ValueError, match="needs prefix_cache = False"):
         EngineConfig(retention="every_other_token")
-    with pytest.raises(ValueError, match=r"retention = 'nothing'; legal: None, or a row of \('every_other_token',\)"):
+    with pytest.raises(ValueError, match=r"retention = 'nothing'; legal: None, or .* 'every_other_token'\)"):
         engines.build(dataclasses.replace(engines.ENGINES["one after the other"], retention="nothing"))
     with pytest.raises(ValueError, match="every layer has a sliding window"):
         engines.build(config("one after the other", retention="every_other_token"), "mistral")
@@ -133,7 +133,7 @@ def test_what_is_not_served_is_refused():
         config("invariant", retention="every_other_token")
     with pytest.raises(ShardingError, match="a retention rule does not go with context=2"):
         meshes.over("context=2", "llama", config("tight, swap", retention="every_other_token"))
-    with pytest.raises(ValueError, match=r"kv_dtype = 'int3'; legal: \('auto', 'bfloat16', 'int8', 'fp8', 'int2'\)"):
+    with pytest.raises(ValueError, match=r"kv_dtype = 'int3'; legal: \('auto', 'bfloat16', .*'kivi2', 'int2'\)"):
         EngineConfig(kv_dtype="int3")
 
 

@@ -10,8 +10,9 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.infer.kv_cache_options import KvFormat
 
 
 def bench(argv: list[str]) -> int:
@@ -33,6 +34,8 @@ def bench_model(argv: list[str]) -> int:
         layers: Literal["stacked", "apart"] = "stacked",
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        kv_format: KvFormat = "auto",
+        kv_keep: str = "all",
     ) -> int:
         """Measures greedy decoding of random prompts; prints the fastest of several rounds per batch size.
 
@@ -53,8 +56,13 @@ def bench_model(argv: list[str]) -> int:
                 stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
+                int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
+            kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
+                the first few, by default 1024 and 4.
         """
         check_speculation(speculate, speculate_tokens)
+        check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
         from jaxllm.infer.decode_benchmark import DecodeBenchmark, memory_bandwidth
 
@@ -64,8 +72,9 @@ def bench_model(argv: list[str]) -> int:
         print(f"{model}, prompts of {prompt} tokens, {tokens} generated; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:
             measured = DecodeBenchmark(
-                loaded, batch, prompt, tokens, bandwidth, speculate=speculate, speculate_tokens=speculate_tokens
-            )
+                loaded, batch, prompt, tokens, bandwidth, speculate=speculate, speculate_tokens=speculate_tokens,
+                kv_format=kv_format, kv_keep=kv_keep,
+            )  # fmt: skip
             measured.run()
             print(min((measured.run() for _ in range(rounds)), key=lambda figures: figures.seconds), flush=True)
             if speculate is not None:

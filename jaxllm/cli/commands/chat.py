@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from jaxllm.cli.command_parser import parse_command
-from jaxllm.cli.model_loading import check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.infer.kv_cache_options import KvFormat
 
 if TYPE_CHECKING:
     from jaxllm.infer import Chat
@@ -36,6 +37,8 @@ def chat(argv: list[str]) -> int:
         mesh: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        kv_format: KvFormat = "auto",
+        kv_keep: str = "all",
     ) -> int:
         """Holds a conversation, one message per line, or answers a single --message.
 
@@ -64,8 +67,13 @@ def chat(argv: list[str]) -> int:
                 stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
+                int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
+            kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
+                the first few, by default 1024 and 4.
         """
         check_speculation(speculate, speculate_tokens)
+        check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
         from jaxllm.files import DataError
         from jaxllm.infer import Chat
@@ -75,7 +83,7 @@ def chat(argv: list[str]) -> int:
         talk = Chat(
             loaded, list(opening), max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
             min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, speculate=speculate,
-            speculate_tokens=speculate_tokens,
+            speculate_tokens=speculate_tokens, kv_format=kv_format, kv_keep=kv_keep,
         )  # fmt: skip
         if message:
             speak(talk, message)

@@ -12,8 +12,10 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.infer.engine.policies import BatchPolicyName
+from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 
 if TYPE_CHECKING:
     from jaxllm.convert.load import LoadedModel
@@ -37,6 +39,7 @@ def generate(argv: list[str]) -> int:
         out: Path | None = None,
         name: str | None = None,
         max_sequences: int = 16,
+        policy: BatchPolicyName = "first-come",
         max_len: int | None = None,
         max_tokens: int = 200,
         temperature: float | None = None,
@@ -51,6 +54,10 @@ def generate(argv: list[str]) -> int:
         mesh: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        kv_format: KvFormat = "auto",
+        kv_keep: str = "all",
+        kv_host: float = 0.0,
+        kv_disk: Path | None = None,
         effort: Path | None = None,
     ) -> int:
         """Generates a completion of a prompt and streams it to the terminal.
@@ -64,6 +71,9 @@ def generate(argv: list[str]) -> int:
             out: with --batch: file of the answers.
             name: with --batch: model name in the requests; the last part of MODEL by default.
             max_sequences: with --batch: maximum number of sequences that run at the same time.
+            policy: with --batch: order of the requests: as they are in the file, the shortest expected remaining work,
+                grouped by common prefixes, or predicted: admitted by the KV cache that they are predicted to need
+                (docs/serve/kv_cache.md).
             max_len: with --batch: maximum sequence length in tokens, prompt included; by default the model's context
                 length.
             max_tokens: maximum number of tokens to generate; the end of the document stops earlier.
@@ -86,9 +96,18 @@ def generate(argv: list[str]) -> int:
                 stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
+                int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
+            kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
+                the first few, by default 1024 and 4.
+            kv_host: with --batch: GiB of host memory for pages of the prefix cache that the device has no room for,
+                those of preempted sequences too.
+            kv_disk: with --batch: directory for pages that leave host memory; they are found again after a restart
+                (docs/serve/kv_cache.md).
             effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
         """
         check_speculation(speculate, speculate_tokens)
+        check_kv_cache(kv_format, kv_keep)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
         of_prompt = {
@@ -97,6 +116,8 @@ def generate(argv: list[str]) -> int:
             "repetition-penalty": repetition_penalty is not None, "effort": effort is not None,
         }  # fmt: skip
         of_batch = {"name": name is not None, "max-sequences": max_sequences != 16, "max-len": max_len is not None}
+        of_batch |= {"kv-host": kv_host != 0, "kv-disk": kv_disk is not None}
+        of_batch["policy"] = policy != "first-come"
         for option, wrong in (of_batch if batch is None else of_prompt).items():
             if wrong and batch is None:
                 raise UsageError(f"--{option} is for --batch.")
@@ -105,17 +126,20 @@ def generate(argv: list[str]) -> int:
         if batch is not None and out is not None:
             from jaxllm.cli.batch_generation import generate_batch
             from jaxllm.infer import LLM, EngineConfig
+            from jaxllm.infer.engine.policies import POLICIES
             from jaxllm.infer.speculate.proposer_table import with_speculation
 
             use_compilation_cache()
             plain = EngineConfig(max_sequences=max_sequences, max_len=max_len, top_logprobs=20)
-            sizes = with_speculation(plain, speculate, speculate_tokens)
+            sizes = with_speculation(
+                with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens
+            )
 
             def load() -> LLM:
                 found = load_with_progress(
                     model, dtype, mesh=mesh, weights=weights, generation_config=generation_config
                 )
-                return LLM(found, sizes)
+                return LLM(found, sizes, policy=POLICIES[policy])
 
             return generate_batch(batch, out, name or Path(model).name, load)
         assert prompt is not None
@@ -131,14 +155,17 @@ def generate(argv: list[str]) -> int:
         }  # fmt: skip
         make_params = functools.partial(with_sampling_defaults, given, max_tokens=max_tokens, seed=seed)
         make_params({"temperature": DEFAULT_TEMPERATURE})  # what is not legal is refused before the model is loaded
-        policy = None if effort is None else read_policy(effort)
+        spending = None if effort is None else read_policy(effort)
         loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights, generation_config=generation_config)
         params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
-        if policy is not None:
-            return spend(loaded, policy, prompt, params)
+        if spending is not None:
+            return spend(loaded, spending, prompt, params, kv_format, kv_keep)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
         llm = LLM(
-            loaded, single_user_config(loaded, tokens + max_tokens, speculate, speculate_tokens, params.needs_full)
+            loaded,
+            single_user_config(
+                loaded, tokens + max_tokens, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep
+            ),
         )
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
@@ -165,7 +192,9 @@ def read_policy(file: Path) -> EffortPolicy:
         raise UsageError(f"--effort: {error}") from None
 
 
-def spend(loaded: LoadedModel, policy: EffortPolicy, prompt: str, params: SamplingParams) -> int:
+def spend(
+    loaded: LoadedModel, policy: EffortPolicy, prompt: str, params: SamplingParams, kv_format: str, kv_keep: str
+) -> int:
     """Completes a prompt by an effort policy; prints what it spent to the standard error.
 
     Raises:
@@ -177,6 +206,7 @@ def spend(loaded: LoadedModel, policy: EffortPolicy, prompt: str, params: Sampli
     # Questions, revisions and steps make the prompt longer than it is given.
     sizes = single_user_config(loaded, 4 * (len(loaded.tokenizer.encode(prompt)) + 1 + params.max_tokens))
     sizes = dataclasses.replace(sizes, max_sequences=min(policy.width, MOST_SEQUENCES), samplers=("full",))
+    sizes = with_kv_cache(sizes, kv_format, kv_keep)
     try:
         (found,) = EffortSolver(LLM(loaded, sizes)).solve(policy, [prompt], params)
     except ValueError as error:

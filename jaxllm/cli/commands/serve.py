@@ -17,13 +17,17 @@ from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
+from jaxllm.infer.engine.policies import PolicyName
+from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 from jaxllm.infer.start_progress import StartProgress, terminal_line
 from jaxllm.serve.listening import ListenError, listen
 
 if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
 
-DEPRECATED_OPTIONS = {"--sequences": "--max-sequences", "--budget": "--max-batched-tokens"}
+DEPRECATED_OPTIONS = {
+    "--sequences": "--max-sequences", "--budget": "--max-batched-tokens", "--kv-dtype": "--kv-format",
+}  # fmt: skip
 """Deprecated options of ``jaxllm serve`` and the options that replace them."""
 
 
@@ -41,7 +45,7 @@ def serve(argv: list[str]) -> int:
         max_sequences: int = 16,
         max_len: int | None = None,
         max_batched_tokens: int = 256,
-        policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
+        policy: PolicyName = "first-come",
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
@@ -54,7 +58,10 @@ def serve(argv: list[str]) -> int:
         otlp_traces_endpoint: str | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
-        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
+        kv_format: KvFormat = "auto",
+        kv_keep: str = "all",
+        kv_host: float = 0.0,
+        kv_disk: Path | None = None,
         layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
         adapters: Path | None = None,
@@ -85,8 +92,9 @@ def serve(argv: list[str]) -> int:
             max_sequences: maximum number of sequences that run at the same time; more are queued.
             max_len: maximum sequence length in tokens, prompt included; by default the model's context length.
             max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
-            policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, or
-                the shortest expected remaining work.
+            policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, the
+                shortest expected remaining work, grouped by common prefixes, or predicted: in arrival order, admitted
+                by the KV cache that they are predicted to need.
             tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
                 mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
                 detected from the chat template.
@@ -104,8 +112,14 @@ def serve(argv: list[str]) -> int:
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
-            kv_dtype: dtype of the KV cache: auto (the compute dtype), bfloat16, or 8 bits with scales (accuracy and
-                memory: docs/serve/serving.md).
+            kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
+                int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
+            kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
+                the first few, by default 1024 and 4.
+            kv_host: GiB of host memory for pages of the prefix cache that the device has no room for, those of
+                preempted sequences too.
+            kv_disk: directory for pages that leave host memory; they are found again after a restart
+                (docs/serve/kv_cache.md).
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
                 on CPUs and GPUs and compiles ten times as long; auto: apart where the programs for that are there, by
                 `jaxllm compile --serve DIR --layers apart` or an earlier start, and stacked otherwise.
@@ -152,7 +166,7 @@ def serve(argv: list[str]) -> int:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
         from jaxllm.infer import LLM
-        from jaxllm.infer.engine.policies import Fair, Priority, Shortest
+        from jaxllm.infer.engine.policies import POLICIES
         from jaxllm.infer.engine_config import serving_config
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
@@ -172,12 +186,14 @@ def serve(argv: list[str]) -> int:
         if found is None and admin_key_file is not None:
             raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
         plain = serving_config(
-            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype=kv_dtype,
+            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype="auto",
             adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank,
         )  # fmt: skip
-        sizes = with_speculation(plain, speculate, speculate_tokens)
+        sizes = with_speculation(
+            with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens
+        )
         log_to_terminal()
-        order = {"priority": Priority(), "fair": Fair(), "shortest": Shortest()}.get(policy)
+        order = POLICIES[policy]
 
         start = StartProgress(*([terminal_line(str(config.name))] if sys.stderr.isatty() else []))
 

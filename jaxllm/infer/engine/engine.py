@@ -32,7 +32,9 @@ import jax
 import numpy as np
 
 from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.files import digest
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
+from jaxllm.infer.channel_order import ChannelOrder
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.candidates import CandidateSelector
@@ -50,6 +52,7 @@ from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
+from jaxllm.infer.page_store import PageStore, weights_digest
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
@@ -64,6 +67,7 @@ from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
+from pallas_kernels.paged_attention import Slots
 
 
 @dataclass
@@ -118,9 +122,12 @@ class Engine:
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
         windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
+        self.page_store = self._tiers()
+        self.channel_order: ChannelOrder | None = None
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
-            self.adapter_slots, self.draft_length,
+            self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
+            self.page_store,
         )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
@@ -193,6 +200,9 @@ class Engine:
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
+        order = ChannelOrder(model, params) if config.orders_channels else None
+        if order is not None:
+            model, params = order.model, order.fold(params)
         if config.speculate is not None:
             proposer = make_proposer(
                 ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
@@ -204,10 +214,12 @@ class Engine:
             layers="given" if config.speculate is not None or proposer is not None else layers, progress=progress,
         )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
-        return cls(
+        engine = cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
+        engine.channel_order = order
+        return engine
 
     @property
     def device(self) -> Runner:
@@ -410,8 +422,18 @@ class Engine:
         self.runner.follow(weights)
 
     def close(self) -> None:
-        """Ends ``follow`` in the other processes; does nothing in an engine of one process."""
+        """Ends ``follow`` in the other processes; writes the prefix cache to the disk tier, where there is one."""
+        self.keep_pages()
         self.runner.close()
+
+    def keep_pages(self) -> None:
+        """Writes the prefix cache, and the pages in host memory, to the disk tier, where there is one."""
+        if self.page_store is None or self.config.kv_disk is None:
+            return
+        for replica, prefix_cache in enumerate(self.scheduler.prefix_caches):
+            # Pages that are yet to be copied from the store are in it, and not read here.
+            self._spill(replica, prefix_cache.registered())
+        self.page_store.flush()
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled, those of the background too; for measurements.
@@ -454,7 +476,9 @@ class Engine:
                 slots.keep(self.adapters.add(name, source), packed[name])
         if params is None:
             return
-        self.runner.swap(params)
+        self.runner.swap(params if self.channel_order is None else self.channel_order.fold(params))
+        if self.page_store is not None:
+            self.page_store.restart(self._identity_of_pages())
         if isinstance(self.proposer, BatchProposer):
             self.proposer.swap(self.runner.params)
         while self._in_flight:
@@ -496,6 +520,12 @@ class Engine:
     def _swap_pages(self, replica: int, plan: StepPlan) -> None:
         """Copies the KV cache of preempted sequences to the host and back, and writes the slots of admitted ones."""
         runner = self.runner
+        self._spill(replica, plan.spills)
+        for group in {group for group, _, _ in plan.restores}:
+            some = [(page, content) for g, page, content in plan.restores if g == group]
+            contents = (np.concatenate(x, axis=1) for x in zip(*(c.values() for _, c in some), strict=True))
+            held = Slots(**dict(zip(some[0][1], contents, strict=True)))
+            runner.write(replica, group, [page for page, _ in some], held)
         for sequence, held in plan.swap_out:
             sequence.swapped = [(columns, runner.read(replica, g, pages)) for g, (columns, pages) in enumerate(held)]
         for sequence, held in plan.swap_in:
@@ -506,6 +536,38 @@ class Engine:
         for sequence in plan.admitted:
             if sequence.request.params.changes_logits:
                 runner.seat(replica, step_inputs.slot_row(sequence, runner.spec.vocab))
+
+    def _spill(self, replica: int, spills: list[tuple[int, int, bytes]]) -> None:
+        """Copies pages of a replica from the device to the page store: (layer group, page, hash)."""
+        if (store := self.page_store) is None:
+            return
+        for group in {group for group, _, _ in spills}:
+            some = [(page, name) for g, page, name in spills if g == group and (name, group) not in store]
+            found = self.runner.read(replica, group, [page for page, _ in some]) if some else Slots(None)
+            for place, (_, name) in enumerate(some):
+                arrays = {n: x[:, place : place + 1].copy() for n, x in found._asdict().items() if x is not None}
+                store.put((name, group), arrays)
+
+    def _tiers(self) -> PageStore | None:
+        """Tiers of the KV cache behind the device, as the configuration says."""
+        config = self.config
+        if not config.has_tiers:
+            return None
+        if isinstance(self.runner, MultihostRunner):
+            raise ValueError("engine: kv_host_gib and kv_disk are for the devices of one process; leave them out.")
+        disk = None if config.kv_disk is None else Path(config.kv_disk)
+        sizes = (int(gib * 2**30) for gib in (config.kv_host_gib, config.kv_disk_gib))
+        host_bytes, disk_bytes = sizes
+        return PageStore(host_bytes, disk, disk_bytes, self._identity_of_pages())
+
+    def _identity_of_pages(self) -> str:
+        """Digest of what pages on a disk depend on besides tokens and salts: model, weights, sizes of pages."""
+        if self.config.kv_disk is None:
+            return ""
+        spec, model = self.runner.spec, self.runner.model
+        shapes = [[str(x.dtype), x.shape[0], *x.shape[2:]] for x in jax.tree.leaves(self.runner.pools)]
+        architecture = [] if model is None else [str(model.config)]
+        return digest([*architecture, weights_digest(jax.tree.leaves(self.runner.params)), spec.page_size, shapes])[:32]
 
     def _start_step(self, plans: list[StepPlan]) -> _StepInFlight:
         """Packs the inputs of all replicas and starts the step on the device."""

@@ -31,6 +31,9 @@ class PageAllocator:
         self._free = list(range(count - 1, -1, -1))
         self._found: dict[bytes, int] = {}  # hash -> page
         self._hashes: dict[int, bytes] = {}  # page -> hash
+        self.evicted: list[tuple[int, bytes]] | None = (
+            None  # (page, hash) of evicted pages, where somebody collects them
+        )
         self._cached: OrderedDict[int, None] = OrderedDict()  # registered pages in no sequence, oldest first
 
     @property
@@ -44,7 +47,10 @@ class PageAllocator:
             page = self._free.pop()
         else:
             page, _ = self._cached.popitem(last=False)
-            del self._found[self._hashes.pop(page)]
+            digest = self._hashes.pop(page)
+            del self._found[digest]
+            if self.evicted is not None:
+                self.evicted.append((page, digest))
         self.ref_counts[page] = 1
         return page
 
@@ -77,6 +83,10 @@ class PageAllocator:
     def find(self, digest: bytes) -> int | None:
         """Page with this hash; ``share`` it before the next ``allocate``."""
         return self._found.get(digest)
+
+    def registered(self) -> list[tuple[int, bytes]]:
+        """(page, hash) of all registered pages."""
+        return list(self._hashes.items())
 
     def clear_cache(self) -> None:
         """Unregisters all pages and frees the cached ones; pages in use stay."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 GENERATED_TOKEN_COST = 2.0
 """Cost of a generated token for a key, relative to a prompt token (arXiv:2401.00588, section 3)."""
@@ -96,7 +96,8 @@ class Policy(Protocol):
 
     A policy may also have ``holds(view) -> ids``, to save pages: these jobs hold references to the cached pages of
     their prefix while they wait, and a job is admitted only if there are pages for all tokens that it and the running
-    jobs may generate, so that nothing is preempted or recomputed.
+    jobs may generate, so that nothing is preempted or recomputed. With ``reserves_predicted = True`` that is for the
+    tokens that they are predicted to generate.
     """
 
     def order(self, view: View) -> list[int]:
@@ -190,6 +191,22 @@ class Shortest:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """First come, first served, admitted by the KV cache that jobs are predicted to need (S3, arXiv:2306.06000).
+
+    A job is admitted if there are pages for the tokens that it and the running jobs are predicted to generate. A job
+    that generates more has its prediction doubled, and reserves that from then on; where pages run out all the same,
+    the last to arrive is preempted and waits with its new prediction.
+    """
+
+    reserves_predicted = True
+
+    def order(self, view: View) -> list[int]:
+        """Orders by id."""
+        return sorted(job.id for job in view.jobs)
+
+
+@dataclass(frozen=True)
 class Deadline:
     """Earliest deadline first among those that can still be met, to meet the targets of the most requests.
 
@@ -271,6 +288,20 @@ class Grouped:
                 break
             shared += 1
         return other.computed < shared // size * size and job.computed < shared // size * size
+
+
+POLICIES: dict[str, Policy | None] = {
+    "first-come": None,
+    "priority": Priority(),
+    "fair": Fair(),
+    "shortest": Shortest(),
+    "grouped": Grouped(),
+    "predicted": Predicted(),
+}
+"""Scheduling policies by the names that commands have for them; None is first come, first served without a view."""
+BatchPolicyName = Literal["first-come", "shortest", "grouped", "predicted"]
+PolicyName = Literal["first-come", "priority", "fair", "shortest", "grouped", "predicted"]
+"""Names of policies: for one client's batch, and for a server."""
 
 
 def _prompt_order(job: Job) -> tuple[tuple[int, ...], int]:

@@ -51,14 +51,23 @@ class PolicyState:
         """Whether waiting sequences hold pages of their prefix, see ``Policy``."""
         return hasattr(self.policy, "holds")
 
+    @property
+    def reserves_predicted(self) -> bool:
+        """Whether a sequence is admitted by the pages that it is predicted to need, see ``Policy``."""
+        return getattr(self.policy, "reserves_predicted", False)
+
     def add(self, new: sequence.Sequence, others: Sequences) -> None:
         """Records the arrival of a sequence."""
         new.rank, new.arrived = new.order, self.clock()
         request = new.request
-        new.predicted = (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
+        new.predicted = self.predict(request)
         active = {one.request.service.account for one in others}
         if self.policy is not None and request.service.account not in active:
             self.served = raise_new_key(self.served, request.service.account, sorted(active))
+
+    def predict(self, request: sequence.Request) -> float:
+        """Predicted number of tokens that a completion of a request has, by what is known now."""
+        return (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
 
     def finish(self, old: sequence.Sequence) -> None:
         """Records the length of a sequence that has ended."""

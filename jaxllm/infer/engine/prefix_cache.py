@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.page_store import Page, PageStore
 
 
 def prefix_salt(config: EngineConfig, *, client: str = "", adapter: str = "", inputs: str = "") -> bytes:
@@ -39,18 +40,27 @@ class PrefixCache:
         windows: sliding window of each layer group, or None.
         pages: page allocator of each layer group.
         page_size: positions of a page.
+        residual: latest tokens of a sequence that are not in pages, see ``residual_window``.
+        store: tiers behind the device; None: there are none.
+        restores: pages that ``restore`` has allocated and whose contents are to be copied to the device, by (layer
+            group, page).
+        spills: evicted pages that are to be copied to the store: (layer group, page, hash).
     """
 
     config: EngineConfig
     windows: list[int | None]
     pages: list[PageAllocator]
     page_size: int
+    residual: int = 0
+    store: PageStore | None = None
+    restores: dict[tuple[int, int], tuple[bytes, Page]] = field(default_factory=dict)
+    spills: list[tuple[int, int, bytes]] = field(default_factory=list)
 
     def register(self, sequence: Sequence) -> None:
         """Registers the pages of a sequence whose tokens are known and computed."""
         if not self.config.prefix_cache:
             return
-        known = min(sequence.computed, len(sequence.tokens))
+        known = min(sequence.computed, len(sequence.tokens)) - self.residual
         if (chunk := self.config.prefill_chunk) is not None:  # only pages that every request computes in the same way
             known = min(known, len(sequence.request.prompt)) // chunk * chunk
         for column in range(sequence.registered, known // self.page_size):
@@ -60,12 +70,68 @@ class PrefixCache:
                     pages.register(own[column], digest)
             sequence.registered = column + 1
 
+    def restore(self, sequence: Sequence) -> None:
+        """Makes the pages of a sequence's prefix that the page store has cached pages of the device.
+
+        Their contents are in ``restores`` until the next step copies them, before it computes anything.
+        """
+        if self.store is None or not self.config.prefix_cache:
+            return
+        pinned: list[tuple[PageAllocator, int]] = []
+        for column in range(len(sequence.tokens) // self.page_size):
+            digest, found = sequence.page_hash(column, self.page_size), False
+            for group, pages in enumerate(self.pages):
+                page = pages.find(digest)
+                if page is not None:
+                    pages.share(page)
+                elif (digest, group) in self.store and pages.available > 0:
+                    if (content := self.store.get((digest, group))) is None:
+                        continue
+                    page = pages.allocate()
+                    self._collect_evicted()
+                    pages.register(page, digest)
+                    self.restores[group, page] = digest, content
+                else:
+                    continue
+                pinned.append((pages, page))
+                found = True
+            if not found:
+                break
+        for pages, page in reversed(pinned):
+            pages.release(page)
+
+    def take_transfers(self) -> tuple[list[tuple[int, int, bytes]], list[tuple[int, int, Page]]]:
+        """(evicted pages to copy to the store, pages to copy from it), as a plan has them; each is given out once."""
+        self._collect_evicted()
+        spills = list(self.spills)
+        restores = [(group, page, content) for (group, page), (_, content) in self.restores.items()]
+        self.spills.clear()
+        self.restores.clear()
+        return spills, restores
+
+    def registered(self) -> list[tuple[int, int, bytes]]:
+        """All pages that requests may find: (layer group, page, hash)."""
+        return [(g, *one) for g, pages in enumerate(self.pages) for one in pages.registered()]
+
+    def _collect_evicted(self) -> None:
+        """Adds evicted pages to ``spills``, but those whose contents have not been copied to them yet."""
+        for group, pages in enumerate(self.pages):
+            for page, digest in pages.evicted or ():
+                pending = self.restores.get((group, page))
+                if pending is not None and pending[0] == digest:
+                    del self.restores[group, page]  # the store has it
+                elif self.store is not None and (digest, group) not in self.store:
+                    self.spills.append((group, page, digest))
+            if pages.evicted is not None:
+                pages.evicted.clear()
+
     def reuse(self, sequence: Sequence) -> int:
         """Shares the cached pages of the sequence's longest cached prefix; with windows, only the pages in reach.
 
         Returns:
             number of tokens that need no prefill; the request keeps it, unless the sequence resumes after a preemption.
         """
+        self.restore(sequence)
         found = self._reuse(sequence)
         if sequence.number == 0 and len(sequence.tokens) == len(sequence.request.prompt):
             sequence.request.cached_tokens = found
@@ -85,6 +151,8 @@ class PrefixCache:
             reach = min(columns * size, len(sequence.tokens) - 1)
             if chunk is not None and (reach != columns * size or reach % chunk):
                 continue
+            if self.residual and reach != columns * size:
+                continue  # no token is written to an encoded page
             cached = [
                 self._find(sequence, pages, window, columns, reach)
                 for pages, window in zip(self.pages, self.windows, strict=True)
@@ -96,7 +164,7 @@ class PrefixCache:
                 for page in own:
                     if page != NO_PAGE:
                         pages.share(page)
-            sequence.computed = reach
+            sequence.computed = sequence.found = reach
             return reach
         return 0
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxllm.infer.engine.page_allocator import PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
+from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import StepPlan
@@ -67,6 +68,11 @@ class ReplicaSchedulers:
     def forks(self) -> list[Sequence]:
         """Further completions of requests, which wait for the prefill of their request's first."""
         return [s for one in self.schedulers for s in one.forks]
+
+    @property
+    def prefix_caches(self) -> list[PrefixCache]:
+        """Prefix cache of each replica."""
+        return [cache for one in self.schedulers for cache in one.prefix_caches]
 
     @property
     def hit_tokens(self) -> int:

@@ -14,18 +14,21 @@ tokens that the rule keeps, and those of the next chunk.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
 
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
+from jaxllm.infer.engine.policies import revise_prediction
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.proposer import AnyProposer, proposals
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.page_store import PageStore
 from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
 from pallas_kernels.paged_attention.retention import RetentionRule
 
@@ -44,6 +47,8 @@ class Scheduler:
         proposer: proposes tokens to verify; None: no speculative decoding.
         adapters: slots of adapters, those of all replicas; None: the engine serves none.
         draft_length: how many tokens are proposed for each sequence; None: ``config.verify_tokens``.
+        residual: latest tokens of a sequence that are not in pages, see ``residual_window``.
+        store: tiers behind the device for pages of the prefix cache; None: there are none.
 
     Attributes:
         running: sequences in the batch.
@@ -66,6 +71,8 @@ class Scheduler:
         proposer: AnyProposer | None = None,
         adapters: AdapterSlots | None = None,
         draft_length: DraftLength | None = None,
+        residual: int = 0,
+        store: PageStore | None = None,
     ):
         self.draft_length = draft_length or FixedDraftLength(config.verify_tokens)
         self._draft_counts: dict[Sequence, int] = {}
@@ -78,7 +85,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.forks: list[Sequence] = []
         self.preemptions = self.hit_tokens = 0
-        self._prefix_cache = PrefixCache(config, windows, self.pages, page_size)
+        self._prefix_cache = PrefixCache(config, windows, self.pages, page_size, residual, store)
+        for pages in self.pages if store is not None else ():
+            pages.evicted = []
         self._slots = list(range(config.max_sequences - 1, -1, -1))
         self.max_steps = config.decode_steps
         self._spare = max(1, min(counts) // 64)  # pages that admission leaves to running sequences
@@ -92,6 +101,11 @@ class Scheduler:
     def page_tables(self) -> list[list[np.ndarray]]:
         """Page tables by replica (there is one) and layer group, int32[R, J]."""
         return [self.tables]
+
+    @property
+    def prefix_caches(self) -> list[PrefixCache]:
+        """Prefix caches by replica (there is one)."""
+        return [self._prefix_cache]
 
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
@@ -165,7 +179,10 @@ class Scheduler:
                 break
         for group, page in self._release:
             self.pages[group].release(page)
-        return plan if plan.chunks or plan.swap_out else None
+        if not (plan.chunks or plan.swap_out):
+            return None
+        plan.spills, plan.restores = self._prefix_cache.take_transfers()
+        return plan
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence and frees its slot and pages; its pages stay in the prefix cache."""
@@ -206,6 +223,7 @@ class Scheduler:
         for sequence in self.sequences():
             self._free(sequence)
             sequence.swapped = None
+        self._prefix_cache.take_transfers()  # of the old weights
         for pages in self.pages:
             pages.clear_cache()
 
@@ -313,6 +331,24 @@ class Scheduler:
         )
         return all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True))
 
+    def _fits_predicted(self, sequence: Sequence) -> bool:
+        """Whether there are pages for all that the running sequences and this one are predicted to generate."""
+        if not sequence.generated:  # others may have ended since it came
+            sequence.predicted = self.policy_state.predict(sequence.request)
+        needs = np.sum(
+            [
+                self._pages_needed(s, s.length - s.computed + min(s.remaining, math.ceil(self._predicted(s))))
+                for s in (*self.running, sequence)
+            ],
+            axis=0,
+        )
+        return all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True))
+
+    @staticmethod
+    def _predicted(sequence: Sequence) -> float:
+        """Tokens that a sequence is predicted to generate yet; doubled where it has generated more than predicted."""
+        return revise_prediction(sequence.predicted, sequence.generated) - sequence.generated
+
     def _copies(self, pages: PageAllocator, own: list[int], position: int) -> int:
         """1 if the page of this position is shared, so that it has to be copied before a write; else 0."""
         column = position // self.page_size
@@ -381,7 +417,7 @@ class Scheduler:
             if self.adapters is not None and sequence.request.adapter is not None:
                 self.adapters.unpin(sequence.request.adapter)
         if not keep:
-            sequence.computed = sequence.registered = sequence.unsettled = 0
+            sequence.computed = sequence.registered = sequence.unsettled = sequence.found = 0
             sequence.cleared = [0] * len(self.pages)
 
     def _free_behind_window(self, sequence: Sequence) -> None:
@@ -429,6 +465,9 @@ class Scheduler:
             if first.slot >= 0 and first.computed > last > 0 and not any(self.rules):
                 chunk = self.config.prefill_chunk
                 sequence.computed = last if chunk is None else last // chunk * chunk
+                if residual := self._prefix_cache.residual:  # only pages that are encoded by now
+                    encoded = max(min(last, first.computed - residual) // self.page_size * self.page_size, first.found)
+                    sequence.computed = sequence.found = min(encoded, last // self.page_size * self.page_size)
                 for pages, own, theirs in zip(self.pages, sequence.pages, first.pages, strict=True):
                     own += theirs[: -(-sequence.computed // self.page_size)]
                     for page in own:
@@ -464,6 +503,10 @@ class Scheduler:
         if found := not any(sequence.pages):
             self.hit_tokens += self._prefix_cache.reuse(sequence)
         if self.policy_state.holds_prefixes and not self._fits_whole(sequence):
+            return 0
+        if self.policy_state.reserves_predicted and self.running and not self._fits_predicted(sequence):
+            if found:
+                self._free(sequence)
             return 0
         spare = self._spare if self.running else 0
         count = self._chunk(sequence, budget, spare)

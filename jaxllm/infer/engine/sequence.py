@@ -91,6 +91,8 @@ class Sequence:
         tokens: tokens of prompt and completion whose values the host knows.
         pending: tokens that the device has been told to generate and whose values the host does not know yet.
         computed: tokens whose KV cache is in pages, or will be once the dispatched steps have run.
+        found: those of them that were in pages already when it was last admitted, in the prefix cache or as a fork's
+            prompt.
         replica: data-parallel replica that serves it, once one is assigned.
         slot: row of the replica's device state; -1 while it waits.
         pages: per layer group, the page of every ``page_size`` positions.
@@ -119,6 +121,7 @@ class Sequence:
     detokenizer: Detokenizer | None = None
     pending: int = 0
     computed: int = 0
+    found: int = 0
     replica: int = 0
     slot: int = -1
     pages: list[list[int]] = field(default_factory=list)

@@ -58,6 +58,8 @@ def fill(
         x["proposed"][:many] = [len(c.proposed) for c in chunks]
     if shape.retained and chunks:
         x["fresh"][:, :many] = np.swapaxes([c.fresh for c in chunks], 0, 1)
+    if shape.residual:
+        x["found"][:many] = [c.sequence.found for c in chunks]
     if adapters is not None:
         used = [c.sequence.request.adapter for c in chunks]
         x["adapters"][:many] = [-1 if one is None else adapters.slot(one) for one in used]

@@ -10,7 +10,9 @@ import numpy as np
 
 from jaxllm.infer.engine.page_allocator import PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
+from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.page_store import Page
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class StepPlan:
         copies: per layer group: (page, its copy), made in order before anything is computed (copy-on-write).
         swap_out: preempted sequences to copy to the host first: (sequence, per group: columns and pages).
         swap_in: sequences to copy back after that: the same.
+        spills: evicted pages to copy to the page store before anything else: (layer group, page, hash).
+        restores: pages to copy from the page store after that: (layer group, page, contents).
         admitted: sequences that got a slot.
         speculates: tokens were to be proposed for some of its sequences.
         drafting_seconds: time that the proposer took.
@@ -60,6 +64,8 @@ class StepPlan:
     copies: list[list[tuple[int, int]]] = field(default_factory=list)
     swap_out: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
     swap_in: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
+    spills: list[tuple[int, int, bytes]] = field(default_factory=list)
+    restores: list[tuple[int, int, Page]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     speculates: bool = False
     drafting_seconds: float = 0.0
@@ -90,6 +96,11 @@ class StepScheduler(Protocol):
     @property
     def page_tables(self) -> list[list[np.ndarray]]:
         """Page tables by replica and layer group, int32[R, J]."""
+        ...
+
+    @property
+    def prefix_caches(self) -> list[PrefixCache]:
+        """Prefix caches by replica."""
         ...
 
     @property

@@ -45,6 +45,7 @@ class StepBatch(NamedTuple):
         tables: page table of each group of layers.
         columns: see ``PagedCache``.
         adapters: arguments of ``with_rows``; None in an engine without adapters.
+        rings: see ``PagedCache``.
     """
 
     tokens: Int[Array, "*B T"]
@@ -54,6 +55,7 @@ class StepBatch(NamedTuple):
     tables: tuple[Int[Array, "*B S J"], ...]
     columns: tuple[Int[Array, "*B S"] | None, ...] | None = None
     adapters: tuple[Array, ...] | None = None
+    rings: tuple[Int[Array, "*B S"], Int[Array, "*B S"]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +111,9 @@ class EngineStep:
         every, counts = sharding.per_shard(pairs, "batch")(packed)
         run = sharding.shard_map(copy_pages, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
         pools = tuple(
-            jax.tree.map(lambda x, group=group: run(x, every[:, group], counts[:, group]), pool)
+            jax.tree.map(lambda x, group=group: run(x, every[:, group], counts[:, group]), pool.in_pages())._replace(
+                recent=pool.recent
+            )
             for group, pool in enumerate(pools)
         )
         return clear_fresh_pages(pools, packed, self.shape) if self.shape.retained else pools
@@ -170,13 +174,14 @@ class EngineStep:
             slots = jnp.where(rows.real, x["adapters"][rows.request], -1)
             adapters = slots, x["adapter_tables"], x["adapter_scales"]
         positions = jnp.where(rows.real, rows.position, 0)
-        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters)
+        rings = (x["slots"], x["found"]) if shape.residual else None
+        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings)
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
         ctx = PagedCache(
             pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns,
+            batch.columns, batch.rings,
         )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))

@@ -93,7 +93,13 @@ class ModelRunner:
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         latent = any(block.attention.kv_spec.latent for block in model.config.blocks)
-        check_mesh(self.mesh, invariant=config.batch_invariant, latent=latent, retention=config.retention is not None)
+        check_mesh(
+            self.mesh,
+            invariant=config.batch_invariant,
+            latent=latent,
+            retention=config.retention is not None,
+            residual=bool(config.residual_window),
+        )
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -122,8 +128,8 @@ class ModelRunner:
             ]
             return ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
 
-        sizes = digest([*config_key(config), max_len])[:8]
-        complete = f"complete-{sizes}"
+        of_sizes = digest([*config_key(config), max_len])[:8]
+        complete = f"complete-{of_sizes}"
         may_choose = layers == "auto" and self.mesh is None and not config.adapter_slots
         if may_choose and not has_unstacked_layers(params):
             compiled = cache_of(_abstract(params, apart=True)).saved_value(complete) is not None
@@ -138,12 +144,12 @@ class ModelRunner:
         self.program_cache = cache_of(self._abstract_weights)
         least = (columns + 1,) * len(groups)
         self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
-        held = f"pages-{sizes}"
+        held = f"pages-{of_sizes}"
         if config.pages is not None or (pages := self.program_cache.saved_value(held)) is None:
             pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
             self.program_cache.saved_value(held, list(pages))
         self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
-        self._swaps = config.preemption == "swap"
+        self._swaps = config.preemption == "swap" or config.has_tiers
         programs, first = self._programs()
         behind = background and not self.spans_processes
 
@@ -290,7 +296,7 @@ class ModelRunner:
     @property
     def token_bytes(self) -> int:
         """Bytes of KV cache per token, in all layers and on all shards, scales included."""
-        return sum(group.token_bytes(self._shards) for group in self.spec.groups)
+        return sum(group.token_bytes(self._shards, self.spec.page_size) for group in self.spec.groups)
 
     @property
     def _shards(self) -> int:
@@ -347,7 +353,7 @@ class ModelRunner:
 
     def _page_bytes(self, group: LayerGroup) -> int:
         shards = self._shards
-        return group.token_bytes(shards) // shards * self.spec.page_size
+        return group.page_bytes(self.spec.page_size, shards) // shards
 
     # Programs
 
@@ -367,6 +373,7 @@ class ModelRunner:
             rows=1 if decode else 1 + self.config.verify_tokens,
             retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
             adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
+            residual=any(group.residual for group in self.spec.groups),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
@@ -390,7 +397,7 @@ class ModelRunner:
                 lambda x, place=place: jax.ShapeDtypeStruct(
                     (x.shape[0], PAGES_PER_TRANSFER, *x.shape[2:]), x.dtype, sharding=place
                 ),
-                pool,
+                pool.in_pages(),
             )
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
@@ -452,7 +459,8 @@ class ModelRunner:
     # Sharding
 
     def _empty_pools(self) -> Pools:
-        return empty_pools(self.model.rules, self.spec.groups, self.spec.pages, self.spec.page_size)
+        spec = self.spec
+        return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

@@ -63,7 +63,7 @@ def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> 
     with sharding.use_rules(rules):
         replicas = sharding.axis_names("batch")
         run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST), TRANSFER_AXES)
-        return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool)
+        return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool.in_pages())
 
 
 def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], held: Slots) -> Slots:
@@ -74,7 +74,8 @@ def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], he
 
     with sharding.use_rules(rules):
         run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST, TRANSFER_AXES), POOL_AXES)
-        return jax.tree.map(lambda x, more: run(x, pages, more), pool, held)
+        written = jax.tree.map(lambda x, more: run(x, pages, more), pool.in_pages(), held)
+        return written._replace(recent=pool.recent)
 
 
 def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B elements"]) -> tuple[Array, ...]:
@@ -84,15 +85,16 @@ def seat(rules: sharding.Rules, state: tuple[Array, ...], packed: Int[Array, "B 
 
 
 def empty_pools(
-    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int
+    rules: sharding.Rules, groups: tuple[LayerGroup, ...], counts: tuple[int, ...], page_size: int, sequences: int
 ) -> Pools:
-    """Empty page pools, sharded by the rules; ``counts`` are pages per replica."""
+    """Empty page pools, sharded by the rules; ``counts`` are pages, and ``sequences`` slots, per replica."""
     with sharding.use_rules(rules):
         shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
         pools = (
             empty_slots(
                 group.format(shards), layers=len(group.layers), pages=replicas * count, page_size=page_size,
-                dtype=group.plain, positions=group.rule is not None,
+                dtype=group.recent_dtype if group.residual else group.plain, positions=group.rule is not None,
+                sequences=replicas * sequences,
             )
             for group, count in zip(groups, counts, strict=True)
         )  # fmt: skip

@@ -24,13 +24,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 import sharding
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.window_and_sinks import WindowAndSinks
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
-from pallas_kernels.paged_attention.kv_formats import quantised_formats
+from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
+from pallas_kernels.paged_attention.pages import ring_places
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import write
+from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention, RetentionRule
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
@@ -39,8 +42,9 @@ POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
 TRANSFER_AXES = ("layers", None, "attn_kv_heads", None, None)
 TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 
-RETENTION_RULES: dict[str, RetentionRule] = {}
-"""Retention rules by name; ``EngineConfig.retention`` names one. They hold in the layers without a sliding window."""
+RETENTION_RULES: dict[str, RetentionRule] = {"window+sinks": WindowAndSinks()}
+"""Retention rules by name, with the sizes that they have by default; ``EngineConfig.retention`` names one, and may give
+its sizes behind a colon, which its class reads with ``of``. They hold in the layers without a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class LayerGroup:
         dtype: dtype of the KV cache: a floating-point dtype, or an encoding of ``PageFormat``.
         lossy: the stored values differ from the computed ones.
         rule: retention rule; None: every token is kept.
+        recent_dtype: dtype of the latest tokens, where pages are encoded as a whole: the model's compute dtype.
     """
 
     kv_spec: KVSpec
@@ -61,6 +66,7 @@ class LayerGroup:
     dtype: str = "float32"
     lossy: bool = False
     rule: RetentionRule | None = None
+    recent_dtype: str = "float32"
 
     def format(self, shards: int = 1) -> PageFormat:
         """Format of a slot; few kv heads are repeated up to the number of shards, as ``replicate_kv_heads`` does."""
@@ -73,10 +79,30 @@ class LayerGroup:
             encoding = "bits of bfloat16"
         return PageFormat(kv, one.key_dim, one.value_dim, one.latent, encoding, multiple)
 
-    def token_bytes(self, shards: int = 1) -> int:
-        """Bytes of KV cache per token, in all layers of the group and on all shards."""
+    def page_bytes(self, page_size: int, shards: int = 1) -> int:
+        """Bytes of a page of the KV cache, in all layers of the group and on all shards."""
         form = self.format(shards)
-        return len(self.layers) * form.kv_heads * form.slot_bytes(self.plain)
+        return len(self.layers) * form.kv_heads * form.page_bytes(page_size, self.plain)
+
+    def token_bytes(self, shards: int = 1, page_size: int = 32) -> int:
+        """Bytes of KV cache per token, in all layers of the group and on all shards, of a whole page of this size."""
+        return -(-self.page_bytes(page_size, shards) // page_size)
+
+    def sequence_bytes(self, length: int, page_size: int) -> int:
+        """Bytes of KV cache of a sequence on one device: whole pages, and its ring buffer where it has one."""
+        if self.rule is not None:
+            length = self.rule.capacity(length)
+        form = self.format()
+        if not self.residual:
+            return -(-length // page_size) * self.page_bytes(page_size)
+        places = ring_places(self.residual, page_size)
+        ring = len(self.layers) * form.kv_heads * places * form.width * jnp.dtype(self.recent_dtype).itemsize
+        return max(0, length - self.residual) // page_size * self.page_bytes(page_size) + ring
+
+    @property
+    def residual(self) -> int:
+        """Latest tokens of a sequence in full precision, see ``residual_window``; 0 where there are none apart."""
+        return kv_format(self.dtype).residual if self.dtype in quantised_formats() else 0
 
     @property
     def plain(self) -> str:
@@ -90,20 +116,36 @@ def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str |
     Raises:
         ValueError: there is no such retention rule.
     """
-    if retention is not None and retention not in RETENTION_RULES:
-        raise ValueError(f"engine: retention = {retention!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
-    rule = None if retention is None else RETENTION_RULES[retention]
+    rule = None if retention is None else retention_rule(retention)
     dtype = config.dtype if kv_dtype == "auto" else kv_dtype
     lossy = dtype in quantised_formats() or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
     found: dict[tuple[KVSpec, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
         found.setdefault((block.attention.kv_spec, block.attention.window), []).append(number)
     groups = [
-        LayerGroup(*key, tuple(layers), dtype, lossy, rule if key[1] is None else None) for key, layers in found.items()
+        LayerGroup(*key, tuple(layers), dtype, lossy, rule if key[1] is None else None, config.dtype)
+        for key, layers in found.items()
     ]
     if rule is not None and not any(group.rule for group in groups):
         raise ValueError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
     return tuple(sorted(groups, key=lambda g: g.window or 0))
+
+
+def retention_rule(text: str) -> RetentionRule:
+    """Retention rule by its name and sizes, such as "window+sinks:1024,4".
+
+    Raises:
+        ValueError: there is no such rule, or the sizes are not legal; says what is.
+    """
+    name, colon, sizes = text.partition(":")
+    if name not in RETENTION_RULES:
+        raise ValueError(f"engine: retention = {text!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
+    rule = RETENTION_RULES[name]
+    if not colon:
+        return rule
+    if not hasattr(rule, "of"):
+        raise ValueError(f"engine: retention = {text!r}: the rule {name!r} has no sizes to give.")
+    return rule.of(sizes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def pool_sizes(
@@ -142,6 +184,8 @@ class PagedCache:
         decode_only: no request has more than one token in this step.
         invariant: batch-invariant: the computation does not depend on the step's other requests.
         columns: of each group with a retention rule: Int[Array, "B R"], pages of each request; None of the others.
+        rings: where pages are encoded as a whole: Int[Array, "B R"], ring buffer of each request, and its tokens found
+            in the prefix cache, see ``Residual``.
     """
 
     pools: tuple[Any, ...]
@@ -152,6 +196,7 @@ class PagedCache:
     decode_only: bool = field(default=False, metadata={"static": True})
     invariant: bool = field(default=False, metadata={"static": True})
     columns: tuple[Any, ...] | None = None
+    rings: tuple[Any, Any] | None = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -170,7 +215,7 @@ class PagedCache:
         split = sharding.axis_names("attn_seq")
 
         def local(q: Array, k: Array, v: Array | None, sinks: Array | None, *shared: Any) -> tuple[Array, ...]:
-            held, form, place, ragged, retention = self._unshared(index, *shared)
+            held, form, place, ragged, retention, residual = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
                 held = write(held, form.pack(k, v, held.data.dtype), place, ragged, ragged.tokens(len(k)))
@@ -178,9 +223,9 @@ class PagedCache:
                 k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, many), (k, v))
                 ragged = ragged.part(first, many)
             out, pool = paged_attention(
-                q, k, v, PagePool(held.data, form, held.scales, held.positions), place, ragged.page_table,
+                q, k, v, PagePool(held.data, form, *held[1:]), place, ragged.page_table,
                 ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
-                softcap=params.softcap, decode_only=self.decode_only, retention=retention,
+                softcap=params.softcap, decode_only=self.decode_only, retention=retention, residual=residual,
             )  # fmt: skip
             return out[None], *jax.tree.leaves(pool.slots)
 
@@ -215,7 +260,7 @@ class PagedCache:
         index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
 
         def local(k: Array, *shared: Any) -> tuple[Array, ...]:
-            held, form, place, ragged, retention = self._unshared(index, *shared)
+            held, form, place, ragged, retention, _ = self._unshared(index, *shared)
             new = form.pack(k[0], None, held.data.dtype)
             return tuple(jax.tree.leaves(write(held, new, place, ragged, ragged.tokens(k.shape[1]), retention)))
 
@@ -235,30 +280,26 @@ class PagedCache:
         places[list(layers)] = np.arange(len(layers))
         columns = None if self.columns is None else self.columns[index]
         place = jnp.asarray(places)[layer]
-        return *self.pools[index], place, self.tables[index], self.starts, self.kv_lens, columns
+        rings = (None, None) if self.rings is None else self.rings
+        return *self.pools[index], place, self.tables[index], self.starts, self.kv_lens, columns, *rings
 
     def _unshared(
         self,
         index: int,
-        data: Array,
-        scales: Array | None,
-        positions: Array | None,
-        place: Array,
-        table: Array,
-        starts: Array,
-        kv_lens: Array,
-        columns: Any,
-    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None]:
+        *shared: Any,
+    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None]:
         """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
+        held, (place, table, starts, kv_lens, columns, rings, found) = Slots(*shared[:5]), shared[5:]
         group = self.groups[index]
-        form = dataclasses.replace(group.format(), kv_heads=data.shape[2])
+        form = dataclasses.replace(group.format(), kv_heads=held.data.shape[2])
         retention = None if group.rule is None else Retention(group.rule, columns[0])
-        return Slots(data, scales, positions), form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention
+        residual = None if rings is None else Residual(rings[0], found[0])
+        return held, form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention, residual
 
     def _with(self, index: int, leaves: Sequence[Array]) -> PagedCache:
         slots = jax.tree.unflatten(jax.tree.structure(self.pools[index]), leaves)
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-_SHARED_AXES = (POOL_AXES, POOL_AXES, POOL_AXES, (), TABLES, PER_REQUEST, PER_REQUEST, PER_REQUEST)
+_SHARED_AXES = (*(POOL_AXES,) * 5, (), TABLES, *(PER_REQUEST,) * 5)
 """Logical axes of ``PagedCache._shared``."""

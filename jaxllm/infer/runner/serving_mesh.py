@@ -41,7 +41,14 @@ def mesh_of(text: str) -> Mesh:
     return mesh
 
 
-def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = False, retention: bool = False) -> None:
+def check_mesh(
+    mesh: Mesh | None,
+    *,
+    invariant: bool = False,
+    latent: bool = False,
+    retention: bool = False,
+    residual: bool = False,
+) -> None:
     """Checks that an engine can serve on a mesh.
 
     Args:
@@ -49,6 +56,7 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = Fal
         invariant: the engine is batch-invariant.
         latent: the model has multi-head latent attention.
         retention: a retention rule lets tokens leave the KV cache.
+        residual: pages of the KV cache are encoded as a whole, behind a window of tokens in full precision.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
@@ -58,8 +66,10 @@ def check_mesh(mesh: Mesh | None, *, invariant: bool = False, latent: bool = Fal
             "batch_invariant does not go with expert: an expert's batch has rows of all replicas. Split experts over "
             "tensor, or leave batch_invariant out."
         )
-    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent or retention):
+    if mesh is not None and mesh.shape.get("context", 1) > 1 and (invariant or latent or retention or residual):
         what = "batch_invariant" if invariant else "multi-head latent attention" if latent else "a retention rule"
+        if not (invariant or latent or retention):
+            what = "a KV cache format that encodes whole pages"
         raise ShardingError(
             f"{what} does not go with context={mesh.shape['context']}: a step's tokens are split over it. Use data."
         )

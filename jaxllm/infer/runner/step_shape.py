@@ -36,6 +36,7 @@ class StepShape:
             verify proposed tokens.
         retained: indices of the groups with a retention rule.
         adapters: (slots, pages of the largest) of the adapters on the device; None: the engine serves none.
+        residual: the latest tokens of a slot are in full precision, in ring buffers.
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class StepShape:
     rows: int = 1
     retained: tuple[int, ...] = ()
     adapters: tuple[int, int] | None = None
+    residual: bool = False
 
     @property
     def name(self) -> str:
@@ -69,9 +71,10 @@ class StepShape:
         ``tokens`` are -1 where only the device knows them (the slot's last token); ``slots`` is R in rows without a
         request; ``copies`` after the first ``copied`` are not done; ``fresh`` are (first, stop) of the columns of a
         page table that the request has got since its last step, of groups with a retention rule, and ``stop`` is the
-        number of its pages; ``proposed`` is the number of tokens to verify at the end of the request's rows;
-        ``targets`` are the tokens to be scored, -1 for none; ``adapters`` are the slots of the requests' adapters, -1
-        for none, and ``adapter_tables`` and ``adapter_scales`` say what is in all slots.
+        number of its pages; ``found`` are tokens that a request has found in the prefix cache; ``proposed`` is the
+        number of tokens to verify at the end of the request's rows; ``targets`` are the tokens to be scored, -1 for
+        none; ``adapters`` are the slots of the requests' adapters, -1 for none, and ``adapter_tables`` and
+        ``adapter_scales`` say what is in all slots.
         """
         s = self.requests
         fields = [
@@ -87,6 +90,8 @@ class StepShape:
         ]
         if self.retained:
             fields += [("fresh", (len(self.retained), s, 2), "int32")]
+        if self.residual:
+            fields += [("found", (s,), "int32")]
         if self.verifies:
             fields += [("proposed", (s,), "int32")]
         if self.adapters is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.layers.rope_scaling import DynamicScaling, LongRopeScaling, RopeScaling, geometric, magnitude
@@ -53,6 +54,17 @@ class RopeConfig:
         return dims
 
 
+@dataclass(frozen=True)
+class OrderedRopeConfig(RopeConfig):
+    """Rotary position embedding of a model whose channels of queries and keys are reordered, see ``channel_order``.
+
+    Attributes:
+        pair_order: the pair whose frequency each pair has; all pairs once.
+    """
+
+    pair_order: tuple[int, ...] = ()
+
+
 def frequencies(
     config: RopeConfig, head_dim: int, positions: Int[Array, "B S"], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
@@ -68,7 +80,10 @@ def rotation(
 ) -> tuple[Float[Array, "B S R2"], Float[Array, "B S R2"]]:
     """Cosine and sine of the angle of each pair at each position, times the scaling's magnitude; at least float32."""
     dtype = at_least_f32(dtype)
-    angle = positions[..., None].astype(dtype) * frequencies(config, head_dim, positions, dtype)
+    turns = frequencies(config, head_dim, positions, dtype)
+    if isinstance(config, OrderedRopeConfig):
+        turns = turns[..., np.asarray(config.pair_order)]
+    angle = positions[..., None].astype(dtype) * turns
     size = magnitude(config.scaling)
     return size * jnp.cos(angle), size * jnp.sin(angle)
 

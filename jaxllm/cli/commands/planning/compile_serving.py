@@ -9,6 +9,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 
 
 def compile_serving(argv: list[str]) -> int:
@@ -23,7 +24,8 @@ def compile_serving(argv: list[str]) -> int:
         max_batched_tokens: int = 256,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
-        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
+        kv_format: KvFormat = "auto",
+        kv_keep: str = "all",
         layers: Literal["stacked", "apart"] = "stacked",
         mesh: str | None = None,
     ) -> int:
@@ -43,7 +45,10 @@ def compile_serving(argv: list[str]) -> int:
             max_batched_tokens: token budget of a step.
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain, packed, or a format that matrices are rounded to.
-            kv_dtype: dtype of the KV cache.
+            kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
+                int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
+            kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
+                the first few, by default 1024 and 4.
             layers: stacked, or apart: decodes faster on CPUs and GPUs, and `jaxllm serve` takes it by itself where
                 these programs are there.
             mesh: device mesh, such as data=2,tensor=4; one device by default.
@@ -52,8 +57,9 @@ def compile_serving(argv: list[str]) -> int:
         from jaxllm.infer.engine_config import serving_config
 
         sizes = serving_config(
-            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype=kv_dtype
+            max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype="auto"
         )
+        sizes = with_kv_cache(sizes, kv_format, kv_keep)
         llm = LLM(load_with_progress(model, dtype, layers, mesh, weights), sizes, manifest=serve, background=False)
         cache = llm.engine.runner.program_cache
         assert cache is not None

@@ -1,0 +1,45 @@
+"""KV cache options of the commands: the format of pages, and which tokens stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from jaxllm.infer.engine_config import EngineConfig
+
+KvFormat = Literal["auto", "bf16", "bfloat16", "int8", "fp8", "int4", "bfp4", "kivi4", "kivi2"]
+"""Values of ``--kv-format``; bf16 and bfloat16 are the same."""
+KEEP_ALL = "all"
+"""Value of ``--kv-keep`` with which no token leaves the KV cache."""
+
+
+def with_kv_cache(
+    config: EngineConfig,
+    kv_format: str = "auto",
+    kv_keep: str = KEEP_ALL,
+    kv_host: float = 0.0,
+    kv_disk: Path | None = None,
+) -> EngineConfig:
+    """Configuration of an engine with a KV cache in a format, and with a retention rule.
+
+    With a retention rule there is no prefix cache: a page's entries change after it is full.
+
+    Args:
+        config: configuration of an engine.
+        kv_format: see ``EngineConfig.kv_dtype``; "bf16" is bfloat16.
+        kv_keep: "all", or a retention rule, see ``EngineConfig.retention``.
+        kv_host: GiB of host memory for evicted pages, see ``EngineConfig.kv_host_gib``.
+        kv_disk: directory for pages behind that; None: none.
+
+    Raises:
+        ValueError: there is no such format or rule, or they do not go with the configuration.
+    """
+    from jaxllm.infer.runner.paged_cache import retention_rule
+
+    dtype = "bfloat16" if kv_format == "bf16" else kv_format
+    tiers = {"kv_host_gib": kv_host, "kv_disk": None if kv_disk is None else str(kv_disk)}
+    if kv_keep == KEEP_ALL:
+        return replace(config, kv_dtype=dtype, **tiers)
+    retention_rule(kv_keep)
+    return replace(config, kv_dtype=dtype, retention=kv_keep, prefix_cache=False, **tiers)

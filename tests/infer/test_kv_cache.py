@@ -1,0 +1,164 @@
+"""KV cache formats and retention rules as the engine serves them: equal numbers however, bytes, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.engine.prefix_cache import prefix_salt
+from jaxllm.infer.kv_cache_options import with_kv_cache
+from jaxllm.infer.runner.paged_cache import layer_groups, retention_rule
+from jaxllm.infer.runner.window_and_sinks import WindowAndSinks
+from pallas_kernels.paged_attention.channel_formats import KiviFormat
+from pallas_kernels.paged_attention.kv_formats import KV_FORMATS
+from sharding import ShardingError
+from tests.infer import engines, meshes
+
+SHORT = 6
+
+
+@pytest.fixture
+def short(monkeypatch) -> str:
+    """KIVI with a window that the tiny models' sequences leave behind."""
+    monkeypatch.setitem(KV_FORMATS, "short", KiviFormat(4, SHORT))
+    return "short"
+
+
+def difference(way: str, model: str, seed: int, **fields: Any) -> float:
+    """Worst difference of random traffic from the same one after the other without prefixes; both in float64."""
+    config = dataclasses.replace(engines.ENGINES[way], **fields)
+    alone = dataclasses.replace(engines.ENGINES["one after the other"], kv_dtype=config.kv_dtype)
+    alone = dataclasses.replace(alone, retention=config.retention, page_size=config.page_size)
+    rng = np.random.default_rng(seed)
+    # Forks of a request read its prompt's pages as they are, so what they read depends on when they begin.
+    asked = [
+        one | {"cancel": None, "params": dataclasses.replace(one["params"], n=1)}
+        for one in engines.traffic(rng, config, 6)
+    ]
+    made, want = (engines.serve(engines.build(c, model, "float64"), asked) for c in (config, alone))
+    worst = 0.0
+    for one, two in zip(made, want, strict=True):
+        for left, right in zip(one.sequences, two.sequences, strict=True):
+            assert left.tokens == right.tokens
+            worst = max(worst, float(np.abs(np.subtract(left.logprobs, right.logprobs)).max(initial=0.0)))
+    return worst
+
+
+@pytest.mark.drawn(0.3)
+@pytest.mark.parametrize(("way", "model"), [("tight, recompute", "llama"), ("roomy", "gemma3")])
+def test_whole_pages_in_every_way(way, model, short, float64):
+    """Chunked prefill, preemption and sliding windows change nothing: a query's position decides what it reads."""
+    assert difference(way, model, 1, kv_dtype=short, prefix_cache=False) <= 1e-10
+
+
+@pytest.mark.drawn(0.3)
+@pytest.mark.parametrize("kv", ["int4", "bfp4"])
+def test_four_bits_in_every_way(kv, float64):
+    """A token's stored bits depend on it alone, so prefixes and preemption change nothing but a scale's rounding."""
+    assert difference("tight, recompute", "llama", 2, kv_dtype=kv) <= 1e-6
+
+
+@pytest.mark.drawn(0.5)
+def test_prefixes_of_whole_pages(short, rng, float64):
+    """A second request finds the first one's encoded pages, those behind the window, and reads no others."""
+    engine = engines.build(dataclasses.replace(engines.ENGINES["roomy"], kv_dtype=short), "llama", "float64")
+    prompt = rng.integers(0, engines.VOCAB, 40).tolist()
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
+    first, second = (engines.serve(engine, [{"prompt": prompt, "params": params}])[0] for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 32)  # (40 + 3 - 6) // 8 pages of 8
+    assert second.sequences[0].computed == first.sequences[0].computed == 0
+    assert np.isfinite(second.sequences[0].logprobs).all()
+
+
+@pytest.mark.drawn(0.5)
+def test_window_and_sinks(rng, float64):
+    """A budget of the whole length is the full cache; a smaller one gives pages back, and other numbers."""
+    sizes = dataclasses.replace(engines.ENGINES["roomy"], prefix_cache=False, page_size=4, max_sequences=1)
+    asked = [
+        {"prompt": rng.integers(0, engines.VOCAB, 9).tolist(), "params": SamplingParams(max_tokens=50, logprobs=0)}
+    ]
+    asked[0]["params"] = dataclasses.replace(asked[0]["params"], temperature=0.0, ignore_eos=True)
+    found = {}
+    for keep in (None, "window+sinks:64,4", "window+sinks:12,2"):
+        engine = engines.build(dataclasses.replace(sizes, retention=keep), "llama", "float64")
+        most = 0
+        request = engine.submit(asked[0]["prompt"], asked[0]["params"])
+        while engine.busy:
+            engine.step()
+            engines.check_books(engine)
+            most = max([most, *(len(s.pages[0]) for s in engine.scheduler.running)])
+        found[keep] = most, request.sequences[0].logprobs
+    full, equal, less = found.values()
+    assert full[0] == equal[0] == 15
+    np.testing.assert_allclose(full[1], equal[1], atol=1e-10)
+    assert less[0] <= -(-(2 + 12 - 1 + 16) // 4)  # what is kept, and the tokens of a step
+    assert np.abs(np.subtract(full[1], less[1])).max() > 1e-4
+
+
+def test_sizes_of_rules():
+    assert retention_rule("window+sinks") == WindowAndSinks(1024, 4)
+    assert retention_rule("window+sinks:100") == WindowAndSinks(100, 4)
+    assert retention_rule("window+sinks:100,8") == WindowAndSinks(100, 8)
+    assert WindowAndSinks(100, 8).capacity(50) == 50
+    assert WindowAndSinks(100, 8).capacity(500) == 107
+    for wrong in ("window+sinks:", "window+sinks:0", "window+sinks:a", "window+sinks:1,2,3"):
+        with pytest.raises(ValueError, match="RECENT,SINKS, such as"):
+            retention_rule(wrong)
+
+
+def test_options_of_commands():
+    config = with_kv_cache(EngineConfig(), "bf16")
+    assert (config.kv_dtype, config.retention, config.prefix_cache) == ("bfloat16", None, True)
+    config = with_kv_cache(EngineConfig(), "int4", "window+sinks:64")
+    assert (config.kv_dtype, config.retention, config.prefix_cache) == ("int4", "window+sinks:64", False)
+    salts = {prefix_salt(with_kv_cache(EngineConfig(), kv, keep)) for kv, keep in
+             (("auto", "all"), ("kivi2", "all"), ("auto", "window+sinks:64"), ("auto", "window+sinks:65"))}  # fmt: skip
+    assert len(salts) == 4
+    with pytest.raises(ValueError, match=r"retention = 'oldest'; legal: None, or a row of \('window\+sinks'"):
+        with_kv_cache(EngineConfig(), "auto", "oldest")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"preemption": "swap"}, "preemption = 'swap'"),
+        ({"retention": "window+sinks", "prefix_cache": False}, "retention = 'window"),
+        ({"page_size": None}, "page_size = None"),
+        ({"page_size": 4, "verify_tokens": 5}, "verify_tokens = 5"),
+    ],
+)
+def test_what_whole_pages_do_not_go_with(fields, why):
+    with pytest.raises(ValueError, match=why):
+        EngineConfig(kv_dtype="kivi4", **fields)
+
+
+def test_channels_that_are_not_reordered():
+    sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype="bfp4")
+    with pytest.raises(ValueError, match="reorders channels, and the model has layers apart: use kivi4 or int4"):
+        engines.build(sizes, apart=True)
+    with pytest.raises(ValueError, match="the model has a layer that is not plain grouped-query attention"):
+        engines.build(sizes, "deepseek_v3")
+    with pytest.raises(ValueError, match="adapters are for its own order"):
+        EngineConfig(kv_dtype="bfp4", adapter_slots=2)
+
+
+def test_whole_pages_are_not_split_over_context():
+    sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype="kivi4")
+    with pytest.raises(ShardingError, match="encodes whole pages does not go with context=2"):
+        meshes.over("context=2", "llama", sizes)
+
+
+@pytest.mark.parametrize(
+    ("kv", "each"),
+    [("int4", 2 * (8 // 2 + 4)), ("bfp4", 2 * (8 // 2 + 1)), ("kivi4", 16 // 2 + 4 + 1), ("kivi2", 16 // 4 + 4 + 1)],
+)
+def test_bytes_of_a_token(kv, each):
+    """Of 2 layers and 2 kv heads of 8; a channel of a page of 32 tokens has 4 bytes."""
+    (group,) = layer_groups(engines.model_of("llama", "float64"), kv)
+    assert group.lossy
+    assert group.token_bytes() == 2 * 2 * each
+    assert group.page_bytes(32) == 32 * 2 * 2 * each

@@ -1,0 +1,63 @@
+"""KV cache options of the commands, from the command line to the engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxllm import cli
+
+
+def run(*words: object) -> int:
+    """Exit status, whether returned or raised by the argument parser."""
+    try:
+        return cli.main([str(word) for word in words])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+@pytest.mark.drawn(0.3)
+def test_eval_compares_caches(finished, capsys):
+    """Negative log-likelihood, recall and bytes of a cache beside the full one's; a text must have room for a key."""
+    model = finished / "runs" / "tiny"
+    assert run("eval", model, "--needle", "--max-len", "200", "--kv-format", "int4") == 0
+    _, full, packed = capsys.readouterr().out.strip().splitlines()
+    assert full.split()[0] == "auto"
+    assert "(+0.00%)" in full
+    assert "(1.000 of full)" in full
+    assert packed.split()[0] == "int4"
+    assert 0.1 < float(packed.split("(")[-1].split()[0]) < 0.4
+    assert run("eval", model, "--needle", "--max-len", "40") == 2
+    assert "no room for a pass key" in capsys.readouterr().err
+
+
+@pytest.mark.drawn(0.3)
+def test_a_batch_in_tiers(finished, tmp_path, capsys):
+    """A batch is grouped, its pages are encoded, and its prefix cache is on the disk afterwards."""
+    source, out, pages = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "pages"
+    body = {"model": "tiny", "prompt": "the sea " * 10, "max_tokens": 3}
+    rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(3)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    options = ("--policy", "grouped", "--kv-format", "int4", "--kv-host", "0.01", "--kv-disk", pages)
+    command = ("generate", finished / "runs" / "tiny", "--batch", source, "--out", out, "--max-sequences", "2")
+    assert run(*command, *options) == 0, capsys.readouterr().err
+    assert len(out.read_text().splitlines()) == 3
+    (folder,) = pages.iterdir()
+    assert len(list(folder.glob("*.page"))) >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("chat", "smollm2", "--kv-keep", "oldest"), "legal: None, or a row of ('window+sinks'"),
+        (("bench", "smollm2", "--kv-format", "kivi2", "--kv-keep", "window+sinks"), "does not go with retention"),
+        (("generate", "smollm2", "--prompt", "x", "--kv-disk", "pages"), "--kv-disk is for --batch"),
+        (("generate", "smollm2", "--prompt", "x", "--policy", "grouped"), "--policy is for --batch"),
+        (("eval", "smollm2", "--kv-format", "int4"), "--kv-format and --kv-keep are for --needle and --tasks"),
+        (("eval", "smollm2", "--needle", "--limit", "3"), "--needle goes with"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_loaded(words, said, capsys):
+    assert run(*words) == 2
+    assert said in capsys.readouterr().err
