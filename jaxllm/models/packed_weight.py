@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 import sharding
+from jaxllm.models.params import at_least_f32
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels.grouped_matmul import grouped_matmul
 from sharding import LogicalAxes
@@ -116,8 +117,8 @@ class PackedWeight:
         if not isinstance(self.format, FusedFormat) or (mesh is not None and mesh.size > 1):
             return sharding.project(x, self.dense(x.dtype), out, contract=contract)
         terms = self.format.terms(x.reshape(*x.shape[: x.ndim - contract], -1), self.values, self.scales)
-        parts = [sharding.project(part, weight, out) for part, weight in terms]
-        return functools.reduce(operator.add, parts)
+        parts = [sharding.project(part, weight, out, multiply=_wide_dot) for part, weight in terms]
+        return functools.reduce(operator.add, parts).astype(x.dtype)
 
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
@@ -143,6 +144,13 @@ class PackedWeight:
 
         out = vary_over(jnp.zeros((rows.shape[0], columns), rows.dtype), varying_axes(rows, self.values, self.scales))
         return jax.lax.fori_loop(0, experts // chunk, some, out)
+
+
+def _wide_dot(x: Array, w: Array, contract: int, there: Any) -> Array:
+    """Matmul whose result is in at least float32, because terms are summed before they are rounded."""
+    over = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
+    wide = at_least_f32(x.dtype)
+    return jax.lax.dot_general(x, w, (over, ((), ())), preferred_element_type=wide, out_sharding=there)
 
 
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:

@@ -114,6 +114,16 @@ def test_a_matmul_with_packed_codes_is_that_of_the_dense_weight(grid, group, con
     assert np.abs(want - np.einsum("bsnh,nho->bso", x, weight)).max() > 1e-3
 
 
+def test_terms_are_summed_before_they_are_rounded(rng):
+    """In bfloat16 the error is that of one rounding of the result, 2^-8, and not of one for each lane."""
+    form = CodeGroups(IntGrid(3), 16, -2)
+    packed = PackedWeight(*form.pack(jnp.asarray(rng.normal(size=(256, 32)))), form)
+    x = jnp.asarray(rng.normal(size=(1, 8, 256)), jnp.bfloat16)
+    got = np.asarray(packed.project(x, (None, None, None), 1).astype(jnp.float32))
+    want = np.asarray(x, np.float32) @ np.asarray(packed.dense(jnp.bfloat16).astype(jnp.float32))
+    assert (np.abs(got - want) <= 1.01 * 2**-8 * np.abs(want) + 1e-4).all()
+
+
 @pytest.mark.parametrize("grid", GRIDS[5:], ids=lambda grid: grid.name)
 def test_levels_are_decoded_and_encoded_to_the_nearest(grid, rng):
     """Decoding is exact for every finite code, and no level is nearer than the chosen one."""
