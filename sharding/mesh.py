@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 # Mesh axes of a plan, outermost (slowest links) first. One table, so that a typo is an error and not a new axis.
 AXES = {
+    "replica": "replicas that train by themselves: parameters of their own, brought together by outer steps",
     "data": "data parallelism: replicas of the parameters, each with its own part of the batch",
     "stage": "pipeline parallelism: stages of layers",
     "fsdp": "FSDP: parts of the batch, over which parameters and optimizer state are sharded too (ZeRO-3)",
@@ -24,7 +25,7 @@ AXES = {
 }
 
 
-BETWEEN_SLICES = ("data", "stage", "fsdp", "context")
+BETWEEN_SLICES = ("replica", "data", "stage", "fsdp", "context")
 """Axes that may span slices, over the data-centre network; the number of slices is factored over them in this order."""
 
 

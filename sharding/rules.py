@@ -140,7 +140,7 @@ class Rules:
 DEFAULT = Rules(
     (
         # Activations.
-        ("batch", ("data", "fsdp", "expert")),
+        ("batch", ("replica", "data", "fsdp", "expert")),
         ("seq", ("context", "ulysses")),
         ("residual_seq", ("context", "ulysses")),
         ("act_embed", ()),

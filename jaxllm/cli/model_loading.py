@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -39,6 +40,7 @@ def load_with_progress(
     from jaxllm.hub.sampling_defaults import sampling_defaults_of
     from jaxllm.infer import load_model
     from jaxllm.infer.runner.serving_mesh import mesh_of
+    from jaxllm.quant import describe_packed
 
     if generation_config not in ("auto", "none") and not (Path(generation_config) / "generation_config.json").is_file():
         raise UsageError(
@@ -47,6 +49,8 @@ def load_with_progress(
     over = None if mesh is None else mesh_of(mesh)
     with _tensor_progress(name, progress) as tell:
         loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
+    for line in describe_packed(loaded.params):
+        print(f"weights: {line}", file=sys.stderr, flush=True)
     if generation_config == "auto":
         return loaded
     own = {} if generation_config == "none" else sampling_defaults_of(Path(generation_config))

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import closest
 from jaxllm.convert.convert import copy_tokenizer_files
+from jaxllm.convert.quantise_config import QuantiseConfig
 from jaxllm.files import write_json
 from jaxllm.hub import safetensors
-from jaxllm.hub.compressed_tensors import IntScheme, config_entry, packed_tensors
+from jaxllm.hub.compressed_tensors import METHOD
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.families.families import family
 from jaxllm.hub.huggingface import leaves_by_path, match_tensors, sources_by_leaf, write_config
@@ -34,47 +34,12 @@ from jaxllm.hub.model_source import ModelSource
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart
 from jaxllm.models import BlockConfig, functional
 from jaxllm.quant import smoothing
-from jaxllm.quant.grids import GridParams, IntGrid
+from jaxllm.quant.grids import GridParams
 from jaxllm.quant.input_statistics import BlockRecorder, InputStatistics, calibration_rows, leaf_path
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
 from jaxllm.quant.methods.rounding_table import METHODS
 
 REPORT = "quantisation.json"
-
-
-@dataclass(frozen=True)
-class QuantiseConfig:
-    """Method and codes of a quantisation.
-
-    Attributes:
-        method: row of ``METHODS``.
-        bits: bits of a code.
-        group: inputs that share a scale; 0: all inputs of an output.
-        symmetric: codes without zero points; None: the method's default.
-        rows: rows of calibration text.
-        length: tokens of a row.
-    """
-
-    method: str = "gptq"
-    bits: int = 4
-    group: int = 128
-    symmetric: bool | None = None
-    rows: int = 64
-    length: int = 512
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise HubError(f"method {self.method!r}: give one of {', '.join(METHODS)}.{closest(self.method, METHODS)}")
-        if not 2 <= self.bits <= 8 or self.group < 0 or self.rows < 1 or self.length < 2:
-            raise HubError(
-                "legal are bits of 2 to 8, groups of 0 or more inputs, rows of 1 or more, lengths of 2 or more."
-            )
-
-    def grid(self, scale_dtype: str) -> IntGrid:
-        """Grid of the codes, whose scales are stored in a dtype."""
-        method = METHODS[self.method]
-        symmetric = method.symmetric if self.symmetric is None else self.symmetric
-        return IntGrid(self.bits, symmetric, scale_dtype)
 
 
 class MatrixReport(NamedTuple):
@@ -136,7 +101,9 @@ class _Quantiser:
         self.source, self.out, self.config, self.method = source, out, config, METHODS[config.method]
         self.model = functional(source.config)
         dtype = "float32" if source.format == "gguf" else _stored_dtype(source)
-        self.dtype, self.grid, self.group = dtype, config.grid(dtype), config.group or None
+        scale_dtype = dtype if config.layout == METHOD else "float16"
+        self.dtype, self.grid, self.scale_dtype = dtype, config.grid(scale_dtype), scale_dtype
+        self.group = config.inputs_of_group
         leaves = leaves_by_path(self.model.abstract())
         table = family(source.source).table
         self.found, self.carried = match_tensors(table, source.config, leaves, source.tensors)
@@ -350,9 +317,9 @@ class _Quantiser:
         if all(part.path in chosen for part in parts):
             pieces = [chosen[part.path][part.at[1] if len(part.at) > 1 else 0] for part in parts]
             codes = np.concatenate([codes.T for codes, _ in pieces])
-            scale = np.concatenate([params.scale.T for _, params in pieces]).astype(jnp.dtype(self.dtype))
-            zero = None if self.grid.symmetric else np.concatenate([params.zero.T for _, params in pieces])
-            return packed_tensors(name, codes, scale, zero, self.config.bits)
+            scale = np.concatenate([params.scale.T for _, params in pieces]).astype(jnp.dtype(self.scale_dtype))
+            zero = np.concatenate([params.zero.T for _, params in pieces])
+            return self.config.tensors(name, codes, scale, zero)
         values = [part.piece.to_hf(np.asarray(flat[part.path.removeprefix(prefix)][part.at[1:]])) for part in parts]
         whole = values[0] if len(values) == 1 else np.concatenate(values, parts[0].axis)
         return {name: np.ascontiguousarray(whole).astype(jnp.dtype(self.dtype))}
@@ -373,11 +340,7 @@ class _Quantiser:
 
     def _entry(self) -> dict[str, Any]:
         linear = {name.removesuffix(".weight") for name in self.source.tensors if name.endswith(".weight")}
-        ignore = sorted(n for n in linear if n == "lm_head" or n.endswith(("router", "mlp.gate", "moe.gate")))
-        return config_entry(
-            IntScheme(self.config.bits, self.group, self.grid.symmetric),
-            [*ignore, *(["lm_head"] * ("lm_head" not in ignore))],
-        )
+        return self.config.entry(sorted(linear))
 
     def _write(self) -> None:
         """The finished model."""

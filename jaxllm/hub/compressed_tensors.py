@@ -16,11 +16,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int32, UInt8
+from jaxtyping import Float, UInt8
 
 from jaxllm.hub.errors import HubError
+from jaxllm.hub.float_codes import ValueCodes, value_codes, value_scheme
+from jaxllm.hub.stored_codes import pack_bits, unpack_bits
+from jaxllm.quant.formats.code_groups import CodeGroups
+from jaxllm.quant.grids import IntGrid
 
 METHOD = "compressed-tensors"
+VALUE_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp4-pack-quantized")
 PACKED, SCALE, ZERO, SHAPE = "_packed", "_scale", "_zero_point", "_shape"
 
 
@@ -50,13 +55,32 @@ class IntScheme:
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """Stored arrays of a matrix [O, I], as they are in the file."""
+    """Stored arrays of a matrix [O, I], as they are in the file: a ``StoredCodes``."""
 
     scheme: IntScheme
     shape: tuple[int, int]
     packed: Any
     scale: Any
     zero: Any
+
+    @property
+    def unit(self) -> int:
+        """Columns that share parameters."""
+        return self.scheme.group or self.shape[1]
+
+    def form(self, axis: int, contract: int) -> CodeGroups:
+        """Format of the packed weight."""
+        return CodeGroups(IntGrid(self.scheme.bits, self.scheme.symmetric), self.scheme.group, axis, contract)
+
+    def params(self, rows: slice) -> list[np.ndarray]:
+        """Scales of some rows, and zero points of asymmetric codes."""
+        scale = np.asarray(self.scale[rows])
+        return [scale] if self.scheme.symmetric else [scale, self.zeros(rows).astype(scale.dtype)]
+
+    def affine(self, rows: slice) -> tuple[Float[np.ndarray, "o G"], Float[np.ndarray, "o G"]]:
+        """Scales, and the values of code 0."""
+        scale = np.asarray(self.scale[rows]).astype(np.float32)
+        return scale, -self.zeros(rows) * scale
 
     def codes(self, rows: slice = slice(None)) -> UInt8[np.ndarray, "O I"]:
         """Codes of some rows, 0 to 2^bits - 1."""
@@ -77,23 +101,6 @@ class PackedMatrix:
         return (self.codes(rows)[:, columns] - self.zeros(rows)[:, place]) * scale[:, place]
 
 
-def pack_bits(codes: UInt8[np.ndarray, "R C"], bits: int) -> Int32[np.ndarray, "R W"]:
-    """Codes of each row as a stream of bits, low ones first, in words of 32."""
-    stream = (codes[:, :, None] >> np.arange(bits, dtype=np.uint8)) & 1
-    stream = stream.reshape(len(codes), -1)
-    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
-    return np.packbits(stream, axis=1, bitorder="little").view("<i4")
-
-
-def unpack_bits(words: Int32[np.ndarray, "R W"], bits: int, count: int) -> UInt8[np.ndarray, "R C"]:
-    """The first ``count`` codes of each row of words; the inverse of ``pack_bits``."""
-    data = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
-    if bits == 8:
-        return data[:, :count]
-    stream = np.unpackbits(data, axis=1, bitorder="little", count=count * bits).reshape(len(words), count, bits)
-    return (stream << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)
-
-
 def packed_tensors(
     name: str,
     codes: UInt8[np.ndarray, "O I"],
@@ -112,10 +119,11 @@ def packed_tensors(
     return out
 
 
-def config_entry(scheme: IntScheme, ignore: list[str]) -> dict[str, Any]:
+def config_entry(scheme: IntScheme, ignore: list[str], codebook: str = "") -> dict[str, Any]:
     """``quantization_config`` of ``config.json``.
 
     Args:
+        codebook: "fp8" or "mxfp4" in place of integer codes.
         ignore: linear layers that are not quantised.
     """
     weights = {
@@ -130,10 +138,12 @@ def config_entry(scheme: IntScheme, ignore: list[str]) -> dict[str, Any]:
         "observer": "minmax",
         "observer_kwargs": {},
     }
+    kind, own = value_scheme(codebook) if codebook else ("pack-quantized", {})
+    weights |= own
     group = {"targets": list(scheme.targets), "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": METHOD,
-        "format": "pack-quantized",
+        "format": kind,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ignore,
@@ -147,10 +157,13 @@ def schemes(given: Mapping[str, Any]) -> list[IntScheme]:
     Raises:
         HubError: a scheme that is not read here; says what it is.
     """
-    found = []
+    found: list[IntScheme | None] = []
     groups = given.get("config_groups")
     for label, group in (groups if isinstance(groups, Mapping) else {}).items():
         weights = group.get("weights") if isinstance(group, Mapping) else None
+        if _is_of_values(given, group):
+            found.append(None)
+            continue
         if (
             not isinstance(weights, Mapping)
             or weights.get("type") != "int"
@@ -173,11 +186,30 @@ def schemes(given: Mapping[str, Any]) -> list[IntScheme]:
         )
     if not found:
         raise HubError(f"config.json: {METHOD} has no config_groups.")
-    return found
+    return [one for one in found if one is not None]
 
 
-def packed_matrices(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, PackedMatrix | Any]:
-    """Tensors of a file under the names of the plain model, with a ``PackedMatrix`` for each that is packed.
+def _is_of_values(given: Mapping[str, Any], group: Any) -> bool:
+    """Whether a group's weights are float8, int8 or MXFP4 values, see ``value_codes``.
+
+    Raises:
+        HubError: its activations have stored scales.
+    """
+    kind = group.get("format") or given.get("format") if isinstance(group, Mapping) else None
+    if kind not in VALUE_FORMATS:
+        return False
+    activations = group.get("input_activations")
+    if activations is not None and not activations.get("dynamic"):
+        raise HubError(
+            f"config.json: {METHOD} quantises activations with stored scales; read are weights alone, and activations "
+            "with dynamic scales, which stay in the compute dtype."
+        )
+    return True
+
+
+def packed_matrices(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, PackedMatrix | ValueCodes | Any]:
+    """Tensors of a file under the names of the plain model, with a ``PackedMatrix`` or ``ValueCodes``
+    for each that is quantised.
 
     Raises:
         HubError: arrays are missing, or of another shape or dtype than the scheme says.
@@ -188,10 +220,22 @@ def packed_matrices(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
     for name, tensor in tensors.items():
         if any(name.endswith(part) and name.removesuffix(part) + PACKED in tensors for part in parts):
             continue
-        if not name.endswith(".weight" + PACKED):
-            out[name] = tensor
+        if name.endswith(".weight" + SCALE) and name.removesuffix(SCALE) in tensors:
             continue
         whole = name.removesuffix(PACKED)
+        if name.endswith(".weight") and (scale := tensors.get(name + SCALE)) is not None:
+            out[name] = value_codes(name, tensor, scale)
+            continue
+        if not name.endswith(".weight" + PACKED):
+            if str(tensor.dtype).startswith(("float8", "int8")):
+                raise HubError(f"{name} is in {tensor.dtype}, and there is no {name}{SCALE} beside it.")
+            out[name] = tensor
+            continue
+        if tensor.dtype == np.uint8:
+            if (scale := tensors.get(whole + SCALE)) is None:
+                raise HubError(f"{name} is there, and no {whole}{SCALE}.")
+            out[whole] = value_codes(whole, tensor, scale)
+            continue
         layer = whole.removesuffix(".weight")
         scheme = next((one for one in known if one.takes(layer)), None)
         if scheme is None:

@@ -14,15 +14,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxllm.hub.compressed_tensors import PackedMatrix
 from jaxllm.hub.errors import HubError
-from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, DequantisedTensor, QuantisedArrays
+from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, QuantisedArrays
+from jaxllm.hub.stored_codes import StoredCodes, in_one_format, pack_rows
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart, WeightPiece
 from jaxllm.models import PackedWeight
 from jaxllm.quant.formats.block_float8 import BlockFloat8
-from jaxllm.quant.formats.int_groups import WORDS, IntGroups
+from jaxllm.quant.formats.code_groups import WORDS
 from jaxllm.quant.formats.mxfp4 import MXFP4
-from jaxllm.quant.grids import IntGrid
 
 EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
 
@@ -37,14 +36,17 @@ def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]]) -> se
         HubError: there is none.
     """
 
-    def stays(path: str, tensor: Any, part: TensorPart) -> bool:
-        if not isinstance(tensor, DequantisedTensor) or tensor.stored is None:
+    def stays(path: str, sources: list[tuple[Any, TensorPart]]) -> bool:
+        stored = [getattr(tensor, "stored", None) for tensor, _ in sources]
+        if all(isinstance(one, QuantisedArrays) for one in stored):
+            return path.endswith(EXPERTS)
+        codes = [one for one in stored if isinstance(one, StoredCodes) and getattr(one, "order", None) is None]
+        if len(codes) < len(stored) or (whole := in_one_format(codes)) is None:
             return False
-        if isinstance(tensor.stored, PackedMatrix):
-            return _packs(tensor.stored, part)
-        return path.endswith(EXPERTS)
+        bits = whole[0].form(-2, 1).grid.bits
+        return all(_packs(bits, part) for _, part in sources)
 
-    kept = {path for path, parts in sources.items() if all(stays(path, *source) for source in parts)}
+    kept = {path for path, parts in sources.items() if stays(path, parts)}
     if not kept:
         raise HubError("no weights of this model are quantised, so that none can stay packed; load it plain.")
     return kept
@@ -57,8 +59,8 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
         HubError: a value is not finite, or values that share a scale would lie in two shards.
     """
     stack = leaf.shape[: len(sources[0][1].at)]
-    if isinstance(sources[0][0].stored, PackedMatrix):
-        return _place_integers(leaf, stack, sources, path)
+    if not isinstance(sources[0][0].stored, QuantisedArrays):
+        return _place_codes(leaf, stack, sources, path)
     values = scales = np.empty(0)
     block = 0, 0
     for tensor, part in sources:
@@ -89,59 +91,47 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
     return PackedWeight(placed(values), placed(scales), form)
 
 
-def _packs(stored: PackedMatrix, part: TensorPart) -> bool:
+def _packs(bits: int, part: TensorPart) -> bool:
     """Whether a matrix's codes can be cut into whole bytes along the last of its inputs."""
     inputs = part.piece.groups[1] if len(part.piece.groups) == 2 else ()
-    bits = stored.scheme.bits
-    if not inputs or inputs != tuple(range(len(inputs))) or part.axis or part.step != 1 or bits not in WORDS:
+    if not inputs or inputs != tuple(range(len(inputs))) or part.axis or part.step != 1:
         return False
     return part.shape[inputs[-1]] % WORDS[bits][0] == 0
 
 
-def _place_integers(
-    leaf: Any, stack: tuple[int, ...], sources: list[tuple[Any, TensorPart]], path: str
-) -> PackedWeight:
-    """Places integer codes: the bytes of the file, in the order of the model's dimensions."""
-    schemes = {tensor.stored.scheme for tensor, _ in sources}
-    if len({(one.bits, one.group, one.symmetric) for one in schemes}) > 1:
-        raise HubError(f"{path}: its layers have codes of several kinds; load the model plain.")
-    scheme = next(iter(schemes))
+def _place_codes(leaf: Any, stack: tuple[int, ...], sources: list[tuple[Any, TensorPart]], path: str) -> PackedWeight:
+    """Places codes: their bytes and parameters, in the order of the model's dimensions."""
+    whole = in_one_format([tensor.stored for tensor, _ in sources])
+    assert whole is not None
+    contract = len(sources[0][1].piece.groups[1])
+    form = whole[0].form(len(stack) + contract - 1 - len(leaf.shape), contract)
     values = scales = np.empty(0)
-    contract = 1
-    for tensor, part in sources:
-        stored, piece = tensor.stored, part.piece
+    for stored, (_, part) in zip(whole, sources, strict=True):
+        piece = part.piece
         outputs, inputs = piece.groups
-        contract, last = len(inputs), inputs[-1]
         rows = slice(part.begin, part.begin + math.prod(part.shape[dim] for dim in outputs))
-        words = np.ascontiguousarray(np.asarray(stored.packed[rows])).view(np.uint8)
         shape = list(part.shape)
-        shape[last] = shape[last] * scheme.bits // 8
-        data = words[:, : math.prod(shape[dim] for dim in inputs)]
-        one = piece.from_hf(data, tuple(shape))
+        shape[inputs[-1]] = shape[inputs[-1]] * form.grid.bits // 8
+        one = piece.from_hf(pack_rows(stored.codes(rows), form.grid.bits), tuple(shape))
         merged = WeightPiece(path, (tuple(dim - contract + 1 for dim in outputs), (0,)))
-        of_groups = (stored.scale.shape[1], *(part.shape[dim] for dim in sorted(outputs)))
-        params = [np.asarray(stored.scale[rows])]
-        if not scheme.symmetric:
-            params.append(stored.zeros(rows).astype(params[0].dtype))
-        if not np.isfinite(params[0].astype(np.float32)).all():
+        params = stored.params(rows)
+        of_groups = (params[0].shape[1], *(part.shape[dim] for dim in sorted(outputs)))
+        if not all(np.isfinite(x.astype(np.float32)).all() for x in (*params, *stored.affine(rows))):
             raise HubError(f"{path} (row {part.at[0]}) has scales that are not finite; the file is damaged.")
-        one_scales = np.stack([merged.from_hf(x, of_groups) for x in params], axis=-1)
+        one_scales = np.stack([merged.from_hf(x, of_groups) for x in params])
         if not values.size:
             values = np.empty((*stack, *one.shape), one.dtype)
             scales = np.empty((*stack, *one_scales.shape), one_scales.dtype)
         values[part.at], scales[part.at] = one, one_scales
     first = len(stack)
-    form = IntGroups(
-        IntGrid(scheme.bits, scheme.symmetric), scheme.group, first + contract - 1 - len(leaf.shape), contract
-    )
     mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
     spec = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
     placed = jax.sharding.NamedSharding(mesh, jax.P(*form.scale_axes(spec)))
     split = leaf.shape[first] // leaf.sharding.shard_shape(leaf.shape)[first]
-    inputs = math.prod(leaf.shape[first : first + contract])
-    if split > 1 and inputs % (split * (scheme.group or inputs)):
+    inputs, unit = math.prod(leaf.shape[first : first + contract]), max(one.unit for one in whole)
+    if split > 1 and inputs % (split * unit):
         raise HubError(
-            f"{path}: the mesh splits {inputs} inputs {split} ways, but {scheme.group or inputs} of them share a "
+            f"{path}: the mesh splits {inputs} inputs {split} ways, but {unit} of them share a "
             "scale; split them over fewer devices, or load the model plain."
         )
     return PackedWeight(

@@ -1,11 +1,12 @@
 """Quantised checkpoints: tensors in FP8 blocks, MXFP4 or integer codes, dequantised lazily where they are read.
 
-Three formats, by ``quantization_config`` in ``config.json``:
+Formats, by ``quantization_config`` in ``config.json``:
 
 - ``fp8`` with block scales (DeepSeek-V3, arXiv:2412.19437, section 3.3): float8 e4m3 values [O, I], and for each block
   of 128 x 128 of them a float32 scale in ``NAME_scale_inv``.
 - ``mxfp4`` (gpt-oss; OCP Microscaling Formats 1.0): 32 four-bit values, e2m1, two to a byte with the first in the low
   half, share a power of two (e8m0). ``NAME_blocks`` [E, O, G, 16] and ``NAME_scales`` [E, O, G] are NAME [E, 32 G, O].
+- ``gptq`` and ``awq``: integer codes, see ``jaxllm.hub.gptq_awq``.
 - ``compressed-tensors``: integer codes of 2 to 8 bits with scales of groups, see ``jaxllm.hub.compressed_tensors``.
 
 Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns.
@@ -22,6 +23,8 @@ from numpy.typing import DTypeLike
 
 from jaxllm.hub.compressed_tensors import METHOD, PackedMatrix, packed_matrices
 from jaxllm.hub.errors import HubError
+from jaxllm.hub.float_codes import ValueCodes
+from jaxllm.hub.gptq_awq import ColumnCodes, column_codes
 
 CONFIG_KEY = "quantization_config"
 SCALE = "_scale_inv"
@@ -60,7 +63,7 @@ class DequantisedTensor:
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
-    stored: QuantisedArrays | PackedMatrix | None = None
+    stored: QuantisedArrays | PackedMatrix | ColumnCodes | ValueCodes | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -191,12 +194,12 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _integers(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    found = packed_matrices(given, tensors)
+    read = packed_matrices if given["quant_method"] == METHOD else column_codes
     return {
         name: DequantisedTensor(one.shape, lambda index, one=one: one.dense(*index), one)
-        if isinstance(one, PackedMatrix)
+        if isinstance(one, PackedMatrix | ColumnCodes | ValueCodes)
         else one
-        for name, one in found.items()
+        for name, one in read(given, tensors).items()
     }
 
 
@@ -204,4 +207,6 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     METHOD: _integers,
+    "gptq": _integers,
+    "awq": _integers,
 }

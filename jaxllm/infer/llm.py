@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -30,6 +30,7 @@ from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.start_progress import Listener, shown_progress
+from jaxllm.models import has_unstacked_layers
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
 from jaxllm.peft.base_hash import base_hash
@@ -101,6 +102,8 @@ class LLM:
             ``programs`` in the model's directory, if there is one.
         trust_programs: run programs of that folder that somebody else has compiled: native code, which can do anything.
             Only files that nobody but you can change are taken.
+        layers: "given": parameters as the model has them, which ``engine.swap`` takes too; "auto": one array per layer
+            where the programs for that are compiled already, see ``ModelRunner``; the model's stacks are freed then.
         progress: called with "loading", "compiling" or "ready", how much of it is done, and of how much, see
             ``StartProgress``; None: a start of more than two seconds shows a line on the terminal.
     """
@@ -122,6 +125,7 @@ class LLM:
         plain_first: bool = True,
         programs: Path | str | None = None,
         trust_programs: bool = False,
+        layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
     ):
         # Checked before the model is loaded.
@@ -157,11 +161,13 @@ class LLM:
                 plain_first=plain_first,
                 shipped=None if shipped is None else Path(shipped),
                 trusted=trust_programs,
+                layers=layers,
                 progress=tell,
             )
-        if self.engine.runner.mesh is not None:
+        held, over = self.engine.runner.params, self.engine.runner.mesh
+        if over is not None or (layers == "auto" and has_unstacked_layers(held)):
             # Keep only the engine's copy of the weights.
-            self.loaded = replace(self.loaded, params=self.engine.runner.params, mesh=self.engine.runner.mesh)
+            self.loaded = replace(self.loaded, params=held, mesh=over or self.loaded.mesh)
 
     def generate(
         self,
@@ -292,9 +298,12 @@ def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> A
 def _hash_of(loaded: LoadedModel) -> str:
     """Hash of a model's parameters; "" where they are in another form than training has them in."""
     leaves = jax.tree.leaves(loaded.params)
-    apart = any(isinstance(segment, tuple) for segment in loaded.params["segments"].values())
     whole = all(isinstance(leaf.sharding, jax.NamedSharding) for leaf in leaves)
-    return "" if apart or not whole or has_packed(loaded.params) else base_hash(loaded.params)
+    return (
+        ""
+        if has_unstacked_layers(loaded.params) or not whole or has_packed(loaded.params)
+        else base_hash(loaded.params)
+    )
 
 
 def single_user_config(

@@ -9,6 +9,7 @@ from jaxllm.models.decoder import BlockConfig as BlockConfig
 from jaxllm.models.decoder import DecoderConfig as DecoderConfig
 from jaxllm.models.functional import Functional as Functional
 from jaxllm.models.functional import functional as functional
+from jaxllm.models.functional import has_unstacked_layers as has_unstacked_layers
 from jaxllm.models.functional import param_count as param_count
 from jaxllm.models.functional import unstack_layers as unstack_layers
 from jaxllm.models.layers.attention import AttentionConfig as AttentionConfig
@@ -29,7 +30,7 @@ __getattr__, _ = lazy_exports(
     __name__,
     {
         "jaxllm.models.attention_context": ("AttentionParams", "KVSpec"),
-        "jaxllm.models.functional": ("unstack_layers",),
+        "jaxllm.models.functional": ("has_unstacked_layers", "unstack_layers"),
         "jaxllm.models.layers.mla": ("MLAConfig",),
         "jaxllm.models.packed_weight": ("PackedWeight",),
     },

@@ -405,6 +405,11 @@ def unstack_layers(params: Params, *, donate: bool = False) -> Params:
     return params | {"segments": {name: segment(stacked) for name, stacked in params["segments"].items()}}
 
 
+def has_unstacked_layers(params: Params) -> bool:
+    """Whether parameters have one array per layer, see ``unstack_layers``."""
+    return any(isinstance(segment, tuple) for segment in params["segments"].values())
+
+
 @jax.jit
 def _rows(stack: Float[Array, "L *shape"]) -> tuple[Float[Array, "*shape"], ...]:
     return tuple(stack)

@@ -10,6 +10,7 @@ Legend: E experts, A rows and B columns of an expert's matrix, M token rows.
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,6 +53,15 @@ class WeightFormat(Protocol):
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales of a weight with these; a dimension that shares one scale has None."""
+        ...
+
+
+@runtime_checkable
+class FusedFormat(Protocol):
+    """Format whose matmul is a sum of matmuls with weights that XLA unpacks within them, on one device."""
+
+    def terms(self, x: Float[Array, "... I"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
+        """Activations and weights, with one dimension of inputs, whose products' sum is that of the dense weight."""
         ...
 
 
@@ -98,8 +108,16 @@ class PackedWeight:
         return sharding.by_shard(unpack, self.values, self.scales)
 
     def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
-        """Matmul with the dequantised weight."""
-        return sharding.project(x, self.dense(x.dtype), out, contract=contract)
+        """Matmul with the dequantised weight.
+
+        On one device XLA unpacks it within the matmul: for few rows the dense weight is never written.
+        """
+        mesh = sharding.current_mesh()
+        if not isinstance(self.format, FusedFormat) or (mesh is not None and mesh.size > 1):
+            return sharding.project(x, self.dense(x.dtype), out, contract=contract)
+        terms = self.format.terms(x.reshape(*x.shape[: x.ndim - contract], -1), self.values, self.scales)
+        parts = [sharding.project(part, weight, out) for part, weight in terms]
+        return functools.reduce(operator.add, parts)
 
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.

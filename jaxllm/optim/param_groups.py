@@ -9,6 +9,7 @@ import jax
 import optax
 
 from jaxllm.optim.matrix_params import MatrixDims, map_matrices
+from sharding.rules import split_sizes
 
 
 def partition_matrices(
@@ -42,10 +43,12 @@ def auto_sharded(transform: optax.GradientTransformation) -> optax.GradientTrans
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        if jax.sharding.get_abstract_mesh().empty:
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = () if mesh.empty else tuple(split_sizes(mesh))  # not the manual ones, inside a replica
+        if not axes:
             return transform.update(updates, state)
         places = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (updates, state))
-        run: Any = jax.sharding.auto_axes(transform.update, out_sharding=places)
+        run: Any = jax.sharding.auto_axes(transform.update, axes=axes, out_sharding=places)
         return run(updates, state)
 
     return optax.GradientTransformation(transform.init, update)

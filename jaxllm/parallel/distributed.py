@@ -137,6 +137,18 @@ class ProcessGroup:
             self._store.key_value_delete(f"jaxllm/{topic}/{turn}")
         self._forgotten[topic] = max(turns, self._forgotten.get(topic, 0))
 
+    def post(self, topic: str, text: str) -> None:
+        """Leaves a text that all processes can read (``posted``); it replaces this process's last one."""
+        if self.size > 1:
+            self._store.key_value_set(f"jaxllm/{topic}/{self.rank}", text, True)
+
+    def posted(self, topic: str) -> dict[int, str]:
+        """Last texts of the processes that have posted any, by rank; does not wait."""
+        if self.size == 1:
+            return {}
+        found = self._store.key_value_dir_get(f"jaxllm/{topic}/")
+        return {int(key.rsplit("/", 1)[1]): text for key, text in found}
+
     def barrier(self, topic: str) -> None:
         """Barrier: returns when all processes have called it."""
         self.gather(topic, "")

@@ -95,7 +95,17 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
     """Searches all layouts of a run on a cluster; those that fit, fastest first, the best one of each mesh.
 
     The run's own mesh, remat, accumulate and parallel settings are ignored; its model, data and batch are kept.
+
+    Raises:
+        ConfigError: the run has outer steps or compressed gradients, whose memory and time have no formula.
     """
+    for given, setting in ((run.outer.kind != "none", "outer.kind"), (bool(run.grads.compress), "grads.compress")):
+        if given:
+            raise ConfigError(
+                f"a layout search has no formula for {setting}: leave it out and plan the devices and the batch of one "
+                "replica, then give the mesh replica=R (or data=R) in front; `jaxllm shard` prints the bytes between "
+                "them."
+            )
     limit = memory_limit(cluster)
     fitting: list[ParallelLayout] = []
     nearest: tuple[int, RunConfig, MeshSpec, MemoryEstimate] | None = None

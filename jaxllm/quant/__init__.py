@@ -6,6 +6,6 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "jaxllm.quant.formats.format_table": ("WEIGHT_FORMATS",),
-        "jaxllm.quant.packing": ("pack_params", "packed_shapes"),
+        "jaxllm.quant.packing": ("describe_packed", "pack_params", "packed_shapes"),
     },
 )

@@ -1,13 +1,14 @@
 """Grids: the values that a group of a weight's elements can take, and how elements are rounded to them.
 
-A grid is fitted to a group: its parameters are a scale, and where the grid has one a zero point. Formats store codes
-and parameters; methods (``jaxllm.quant.methods``) choose codes.
+A grid is fitted to a group: its parameters are a scale, and where the grid has one a zero point or a minimum. Formats
+store codes and parameters; methods (``jaxllm.quant.methods``) choose codes.
 
 Legend: G elements of a group, O columns of a matrix, each of which is fitted by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -24,7 +25,7 @@ class GridParams(NamedTuple):
 
     Attributes:
         scale: distance between neighbouring values, or the largest value.
-        zero: code that stands for 0.
+        zero: code that stands for 0; of a ``MinimumGrid`` the value of code 0.
     """
 
     scale: Float[Array, "..."]
@@ -38,6 +39,24 @@ class Grid(Protocol):
     @property
     def bits(self) -> int:
         """Bits of a code."""
+        ...
+
+    @property
+    def stored(self) -> int:
+        """Number of parameters of a group that are stored: 1 for the scale alone, 2 with the zero point."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name for people: "int4"."""
+        ...
+
+    def params(self, stored: Sequence[Float[Array, "..."]]) -> GridParams:
+        """Parameters of groups from the ``stored`` ones."""
+        ...
+
+    def offset(self, params: GridParams) -> Float[Array, "..."] | None:
+        """The value of the middle code, 2^(bits - 1), of equally spaced values where it differs by group; else None."""
         ...
 
     def fit(self, group: Float[Array, "... G O"]) -> GridParams:
@@ -69,17 +88,35 @@ class IntGrid:
     scale_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if not 2 <= self.bits <= 8:
-            raise ValueError(f"bits = {self.bits}: integer codes have 2 to 8 bits.")
+        _check_bits(self.bits)
+
+    @property
+    def stored(self) -> int:
+        """A symmetric grid's zero point is known."""
+        return 1 if self.symmetric else 2
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return f"int{self.bits}{'' if self.symmetric else ' with zero points'}"
+
+    def params(self, stored: Sequence[Float[Array, "..."]]) -> GridParams:
+        """Parameters of groups."""
+        scale = stored[0]
+        return GridParams(scale, jnp.full_like(scale, 2 ** (self.bits - 1)) if self.symmetric else stored[1])
+
+    def offset(self, params: GridParams) -> Float[Array, "..."] | None:
+        """The value of the middle code, which is 0 without zero points."""
+        return None if self.symmetric else (2 ** (self.bits - 1) - params.zero) * params.scale
 
     def fit(self, group: Float[Array, "... G O"]) -> GridParams:
         """Parameters of the group; a group of zeros has the scale 1."""
         most = 2**self.bits - 1
         if self.symmetric:
-            scale = self._stored(2 * NUDGE / most * jnp.max(jnp.abs(group), axis=-2))
-            return GridParams(scale, jnp.full_like(scale, 2 ** (self.bits - 1)))
-        low, high = jnp.minimum(jnp.min(group, axis=-2), 0), jnp.maximum(jnp.max(group, axis=-2), 0)
-        scale = self._stored((high - low) / most)
+            scale = stored_scale(2 * NUDGE / most * jnp.max(jnp.abs(group), axis=-2), self.scale_dtype)
+            return self.params([scale])
+        low, high = _extremes(group)
+        scale = stored_scale((high - low) / most, self.scale_dtype)
         return GridParams(scale, jnp.clip(jnp.round(-low / scale), 0, most))
 
     def encode(self, x: Float[Array, "..."], params: GridParams) -> UInt8[Array, "..."]:
@@ -91,9 +128,79 @@ class IntGrid:
         """Values of codes."""
         return (codes.astype(params.scale.dtype) - params.zero) * params.scale
 
-    def _stored(self, scale: Array) -> Array:
-        """Scales as they will be read: float64 ones stay, whose format is not stored."""
-        wide = scale.dtype
-        if wide != jnp.float64:
-            scale = scale.astype(self.scale_dtype).astype(wide)
-        return jnp.where(scale > 0, scale, 1)
+
+@dataclass(frozen=True)
+class MinimumGrid:
+    """Equally spaced values above a minimum: ``code * scale + minimum``, as GGML's q4_1 and q5_1 have them.
+
+    Attributes:
+        bits: bits of a code, 2 to 8.
+        scale_dtype: dtype that scales and minima are rounded to.
+    """
+
+    bits: int
+    scale_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_bits(self.bits)
+
+    @property
+    def stored(self) -> int:
+        """Scale and minimum."""
+        return 2
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return f"int{self.bits} with minima"
+
+    def params(self, stored: Sequence[Float[Array, "..."]]) -> GridParams:
+        """Parameters of groups."""
+        return GridParams(stored[0], stored[1])
+
+    def offset(self, params: GridParams) -> Float[Array, "..."] | None:
+        """The value of the middle code."""
+        return 2 ** (self.bits - 1) * params.scale + params.zero
+
+    def fit(self, group: Float[Array, "... G O"]) -> GridParams:
+        """Parameters of the group; a group of zeros has the scale 1."""
+        low, high = _extremes(group)
+        rounded = low.astype(self.scale_dtype).astype(low.dtype)
+        return GridParams(stored_scale((high - low) / (2**self.bits - 1), self.scale_dtype), rounded)
+
+    def encode(self, x: Float[Array, "..."], params: GridParams) -> UInt8[Array, "..."]:
+        """Codes of the nearest values, ties to even."""
+        return jnp.clip(jnp.round((x - params.zero) / params.scale), 0, 2**self.bits - 1).astype(jnp.uint8)
+
+    def decode(self, codes: UInt8[Array, "..."], params: GridParams) -> Float[Array, "..."]:
+        """Values of codes."""
+        return codes.astype(params.scale.dtype) * params.scale + params.zero
+
+
+@dataclass(frozen=True)
+class CentredGrid:
+    """Equally spaced values around 0: another grid's less the value of its middle code."""
+
+    bits: int
+
+    def decode(self, codes: UInt8[Array, "..."], params: GridParams) -> Float[Array, "..."]:
+        """Codes less the middle one, times scales."""
+        return (codes.astype(params.scale.dtype) - 2 ** (self.bits - 1)) * params.scale
+
+
+def stored_scale(scale: Float[Array, "..."], dtype: str) -> Float[Array, "..."]:
+    """Scales as they will be read from ``dtype``, 1 where they are 0; float64 ones stay, whose format is not stored."""
+    wide = scale.dtype
+    if wide != jnp.float64:
+        scale = scale.astype(dtype).astype(wide)
+    return jnp.where(scale > 0, scale, 1)
+
+
+def _extremes(group: Float[Array, "... G O"]) -> tuple[Array, Array]:
+    """The smallest and the largest element of each group, and 0 among them."""
+    return jnp.minimum(jnp.min(group, axis=-2), 0), jnp.maximum(jnp.max(group, axis=-2), 0)
+
+
+def _check_bits(bits: int) -> None:
+    if not 2 <= bits <= 8:
+        raise ValueError(f"bits = {bits}: integer codes have 2 to 8 bits.")

@@ -11,7 +11,7 @@ from jaxtyping import Array
 import sharding
 from jaxllm.config import closest
 from jaxllm.models import Functional
-from jaxllm.models.packed_weight import PackedWeight, WeightFormat
+from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed
 from jaxllm.quant.formats.format_table import WEIGHT_FORMATS
 
 
@@ -57,3 +57,20 @@ def _packed(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
 def packed_shapes(model: Functional, name: str) -> Any:
     """Abstract packed parameters of a model: shapes and dtypes, nothing allocated."""
     return jax.eval_shape(lambda params: pack_params(model, params, name), model.abstract())
+
+
+def describe_packed(params: Any) -> list[str]:
+    """Lines about the packed weights of a model: each format, its matrices, and the bytes of them and of the rest."""
+    found: dict[str, tuple[dict[str, None], list[int]]] = {}
+    rest = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed):
+        if not is_packed(leaf):
+            rest += leaf.nbytes
+            continue
+        names, sizes = found.setdefault(str(leaf.format), ({}, []))
+        names["/".join(str(getattr(key, "key", key)) for key in path[-2:])] = None
+        sizes.append(leaf.nbytes)
+    lines = [
+        f"{form}: {', '.join(names)} ({sum(sizes) / 2**20:,.1f} MiB)" for form, (names, sizes) in sorted(found.items())
+    ]
+    return [*lines, f"not packed: {rest / 2**20:,.1f} MiB"] if lines else []

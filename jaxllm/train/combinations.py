@@ -83,6 +83,14 @@ def _remat(run: RunConfig) -> str:
     return f'model.remat = "{run.model.remat}"'
 
 
+def _outer(run: RunConfig) -> str:
+    return f'outer.kind = "{run.outer.kind}"'
+
+
+def _compress(run: RunConfig) -> str:
+    return f'grads.compress = "{run.grads.compress}"'
+
+
 def _precision(run: RunConfig) -> str:
     return f'model.matmul_precision = "{run.model.matmul_precision}"'
 
@@ -123,6 +131,14 @@ FEATURES: dict[str, Feature] = {
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
         lambda run: f'parallel.layout = "{run.parallel.layout}"',
     ),
+    "replicas": Feature(
+        lambda run, sizes: sizes.get("replica", 1) > 1, lambda run: f"the mesh {run.mesh!r} with replicas"
+    ),
+    "no replicas": Feature(lambda run, sizes: "replica" not in sizes, lambda run: f"the mesh {run.mesh!r}"),
+    "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
+    "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
+    "compressed gradients": Feature(lambda run, _: bool(run.grads.compress), _compress),
+    "no data axis": Feature(lambda run, sizes: sizes.get("data", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
     # Model
     "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),
     "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
@@ -288,6 +304,94 @@ REFUSALS: tuple[Refusal, ...] = (
         "it moves the activations of a pipeline's stages",
         "leave it out, or give the mesh stages, such as stage=2",
     ),
+    Refusal(
+        "replicas",
+        "no outer step",
+        "the parameters of replicas would never come together",
+        'give outer.kind = "diloco", or give the mesh data in place of replica',
+    ),
+    Refusal(
+        "outer step",
+        "no replicas",
+        "it brings replicas together that train by themselves",
+        "give the mesh the axis replica, such as replica=4",
+    ),
+    Refusal(
+        "outer step", "pipeline", "the stages of a pipeline do not run inside a replica", "leave stage out of the mesh"
+    ),
+    Refusal("outer step", "layerwise optimizer", "its step does not run inside a replica", "choose another optimizer"),
+    Refusal(
+        "outer step", "optimizer offload", "the states of replicas are in device memory", "set host.optimizer to false"
+    ),
+    Refusal(
+        "outer step", "parameter offload", "the states of replicas are in device memory", "set host.params to false"
+    ),
+    Refusal(
+        "outer step",
+        "parameter average",
+        "every replica would have an average of its own",
+        "set ema.decay to 0",
+    ),
+    Refusal(
+        "outer step",
+        "rollback",
+        "replicas see spikes of their own and do not communicate inside a round",
+        "choose another spikes.action",
+    ),
+    Refusal(
+        "outer step",
+        "overlapped saves",
+        "the step and its outer step are one program",
+        'give checkpoint.saving = "auto"',
+    ),
+    Refusal(
+        "compressed gradients",
+        "no data axis",
+        "gradients are compressed over the mesh axis data alone",
+        "give the mesh data, such as data=2,fsdp=4",
+    ),
+    Refusal(
+        "compressed gradients",
+        "outer step",
+        "gradients inside a replica are sent whole",
+        "give outer.compress in place of grads.compress",
+    ),
+    Refusal("compressed gradients", "pipeline", "the stages of a pipeline sum gradients themselves", NO_STAGES),
+    Refusal("compressed gradients", "layerwise optimizer", WHOLE, "choose another optimizer"),
+    Refusal(
+        "compressed gradients",
+        "optimizer of several passes",
+        "only the gradients of one pass are compressed",
+        "choose another optimizer",
+    ),
+    Refusal(
+        "compressed gradients",
+        "loss scaling",
+        "an overflow on one device would stay in the error feedback",
+        "set model.dtype to bfloat16",
+    ),
+    Refusal(
+        "compressed gradients",
+        "delayed fp8 scaling",
+        "the amax history is of all rows",
+        "choose another model.matmul_precision",
+    ),
+    Refusal("compressed gradients", "experts", "routing losses are of all rows", "leave out grads.compress"),
+    Refusal(
+        "compressed gradients",
+        "optimizer offload",
+        "its gradients are updated layer by layer",
+        "set host.optimizer to false",
+    ),
+    Refusal(
+        "compressed gradients",
+        "projected gradients",
+        "gradients of projections do not have the shapes of parameters",
+        "choose another optimizer",
+    ),
+    Refusal("compressed gradients", "trainable subset", "all parameters have a gradient", "leave out grads.compress"),
+    Refusal("compressed gradients", "adapter", "all parameters have a gradient", "leave out grads.compress"),
+    Refusal("outer step", "adapter", "every replica would have a copy of the frozen base", "leave out the outer step"),
     Refusal(
         "optimizer of several passes",
         "loss scaling",

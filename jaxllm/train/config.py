@@ -14,6 +14,8 @@ from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.train.host_offload import HostConfig
+from jaxllm.train.outer.compressed_gradients import GradsConfig
+from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.objective import ObjectiveConfig
 from jaxllm.train.step.param_average import EmaConfig
@@ -45,6 +47,8 @@ class RunConfig:
             ``init_from``, or "start" for the parameters that the run starts from. Empty: none.
         routing: load-balancing losses and biases of mixture-of-experts models.
         spikes: what is done at a loss spike.
+        outer: outer steps between replicas that train by themselves, over the mesh axis ``replica``.
+        grads: compression of gradients over the mesh axis ``data``.
         ema: exponential moving average of the parameters, for evaluation and export.
         seed: seed of the parameters and of all randomness of the run.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp,
@@ -75,6 +79,8 @@ class RunConfig:
     reference: str = ""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    grads: GradsConfig = field(default_factory=GradsConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     seed: int = 0
     mesh: str = runtime_only("dp")

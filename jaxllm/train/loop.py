@@ -244,7 +244,7 @@ def run_until(
         if feed is None
         else feed.batches(run, first, current_params)
     )
-    with batches as given, jax.set_mesh(run.mesh), StepWatchdog(config.observe.stalled_after) as watchdog:
+    with batches as given, jax.set_mesh(run.mesh), watchdog_of(run) as watchdog:
         values: dict[str, float] = {}
 
         def read_pending_metrics() -> None:
@@ -253,6 +253,7 @@ def run_until(
                 return
             number, metrics = pending.pop()
             with watchdog.waiting_for(number):
+                metrics = run.read_metrics(metrics)
                 values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
             check_step_metrics(run, recorder, saver, number, values)
             recorder.step(number, values | (feed.metrics(number) if feed is not None else {}), metrics)
@@ -261,7 +262,7 @@ def run_until(
             read_pending_metrics()
             jax.block_until_ready(state)
 
-        for number, batch in recorder.timed_batches(given, pending):
+        for number, batch in recorder.timed_batches(watchdog.batches(given, first), pending):
             with recorder.profiler.before_step(number + 1, wait_for_devices), watchdog.waiting_for(number + 1):
                 waits = {"wait": saver.wait_copied} if isinstance(step, StepPrograms) else {}
                 state, metrics = step(state, batch, **waits)
@@ -290,6 +291,11 @@ def run_until(
             if last:
                 break
     return state, done
+
+
+def watchdog_of(run: Run) -> StepWatchdog:
+    """Watchdog of a run's steps, which knows its processes."""
+    return StepWatchdog(run.config.observe.stalled_after, group=run.group)
 
 
 def announce_run(run: Run, view: LiveView, first: int) -> None:

@@ -26,6 +26,7 @@ from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import open_initial_model
+from jaxllm.train.outer.replicas import REPLICA, replica_means
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.recovery.saving import Place, Saver
@@ -95,6 +96,7 @@ class Run:
         reference: the frozen reference model, or None.
         batches: the batches of the run's steps, without those that rollbacks skip.
         spikes: loss spikes so far, as JSON (``jaxllm.train.recovery.rollback``).
+        replicas: replicas with parameters of their own; 1 without outer steps.
         data_shard, num_data_shards: part of each batch's rows that this process loads.
 
     Raises:
@@ -111,6 +113,7 @@ class Run:
         self.model = run_model(config)
         self.mesh = fitting_mesh(config, self.model, jax.device_count(), jax.default_backend()).build()
         self.optimizer = build_optimizer(config, self.model)
+        self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
         self.links = step_links(config)
         settle = settle_function(config, self.model)
@@ -194,6 +197,10 @@ class Run:
         with jax.set_mesh(self.mesh):
             return jax.jit(grads)(params, self.put_batch(self.data.train.batch_at(0)))[1]
 
+    def read_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Metrics of a step; of replicas, their means over those of this process, as host arrays."""
+        return metrics if self.config.outer.kind == "none" else replica_means(metrics)
+
     def settled(self, state: TrainState) -> TrainState:
         """The state with its pending update applied, as saves and evaluations need; its buffers are donated."""
         if self._settle is None:
@@ -212,6 +219,7 @@ class Run:
             "source": None
             if self.init_model is None or self.init_model.source is None
             else dict(self.init_model.source),
+            "replicas": self.replicas,
             "cursor": self.batches.cursor(step),
             "spikes": self.spikes,
             "tokenizer": self.data.tokenizer.fingerprint,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
@@ -15,6 +17,11 @@ from jaxllm.parallel.pipeline.schedule_view import facts
 from jaxllm.parallel.sharding_table import ShardingTable, state_sharding_table
 from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
+from jaxllm.train.outer.compressed_gradients import AXIS
+from jaxllm.train.outer.compression import PlainMean
+from jaxllm.train.outer.outer_step import sent_bytes
+from jaxllm.train.outer.power_sgd import PowerSgd
+from jaxllm.train.outer.replicas import REPLICA
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.pipelined_loss import pipeline_plan
@@ -37,13 +44,50 @@ def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
     rows, length = config.data.batch_size, config.data.seq_len
     if mesh.shape.get("stage", 1) > 1:
         return replace(found, remark=pipeline_remark(config, model, mesh))
+    if config.grads.compress:
+        return replace(found, remark=compressed_remark(config, state.params, mesh))
+    remark = ""
+    if config.outer.kind != "none":
+        replicas = mesh.shape[REPLICA]
+        sent = sent_bytes(config.outer, state.params, replicas)
+        remark = (
+            f"outer step of {replicas} replicas every {config.outer.every} steps: a device sends {size(sent)} over "
+            f"{REPLICA}, {size(sent / config.outer.every)} a step; data parallelism over as many would send "
+            f"{size(whole_bytes(config, state.params, replicas))} a step"
+        )
+        rows //= replicas
+        mesh = mesh.update(axis_sizes=tuple(1 if name == REPLICA else n for name, n in mesh.shape.items()))
     try:
         sent = expected_collectives(
             model, mesh, config.parallel, rows=rows, seq_len=length, accumulate=config.accumulate
         )
     except NotImplementedError as unknown:
-        return replace(found, remark=str(unknown))
-    return replace(found, collectives=sent)
+        return replace(found, remark="\n".join(filter(None, (remark, str(unknown)))))
+    return replace(found, collectives=sent, remark=remark)
+
+
+def whole_bytes(config: RunConfig, params: Any, devices: int) -> int:
+    """Bytes that a device sends in a step's all-reduce of gradients, in compute dtype, over so many devices."""
+    dtype = jnp.dtype(config.model.dtype)
+    shards = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params)]
+    return sum(PlainMean().sent(shard, dtype, devices) for shard in shards)
+
+
+def compressed_remark(config: RunConfig, params: Any, mesh: AbstractMesh) -> str:
+    """Description of compressed gradients: bytes that a device sends over ``data`` in a step."""
+    exchange, devices, plain = config.grads.exchange, mesh.shape[AXIS], PlainMean()
+    sent = 0
+    for leaf in jax.tree.leaves(params):
+        local, dtype = math.prod(leaf.sharding.shard_shape(leaf.shape)), jnp.dtype(leaf.dtype)
+        if isinstance(exchange, PowerSgd):
+            sent += plain.sent(exchange.sent(leaf) // dtype.itemsize, dtype, devices)
+        else:
+            sent += exchange.sent(local, dtype, devices)
+    whole = whole_bytes(config, params, devices)
+    return (
+        f'gradients over {AXIS} with grads.compress = "{config.grads.compress}": a device sends {size(sent)} a step '
+        f"instead of {size(whole)}\nOther collectives with compressed gradients: no formula yet."
+    )
 
 
 def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) -> str:

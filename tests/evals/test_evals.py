@@ -218,7 +218,7 @@ def test_the_command(
     assert cli.main(["eval", model, "--tasks", "nowhere.jsonl"]) == 2
     assert "there is no file nowhere.jsonl" in capsys.readouterr().err
     assert cli.main(["eval", model, "--limit", "2"]) == 2
-    assert "--limit and --dtype are for --tasks" in capsys.readouterr().err
+    assert "--limit, --dtype and --weights are for --tasks" in capsys.readouterr().err
     assert cli.main(["bench", model, "--batches", "1", "--prompt", "8", "--tokens", "8", "--rounds", "1"]) == 0
     out = capsys.readouterr().out
     assert "of the memory's roofline" in out

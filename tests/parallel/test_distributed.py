@@ -48,6 +48,10 @@ class Store:
                 raise RuntimeError("DEADLINE_EXCEEDED: too late")
             return self.values[key]
 
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self.changed:
+            return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
     def key_value_delete(self, key: str) -> None:
         with self.changed:
             self.values = {name: value for name, value in self.values.items() if not name.startswith(key)}
@@ -74,6 +78,17 @@ def test_gather_and_tell():
     assert in_each(3, act)[0] == [([f"0{turn}", f"1{turn}", f"2{turn}"], f"t{turn}") for turn in range(3)]
     assert in_each(3, act)[2] == [([], f"t{turn}") for turn in range(3)]
     assert act(ProcessGroup()) == [([f"0{turn}"], f"t{turn}") for turn in range(3)]
+
+
+def test_a_posted_text_replaces_the_last_and_nobody_waits():
+    def act(one: ProcessGroup):
+        one.post("phases", "first")
+        one.post("phases", f"of {one.rank}")
+        one.barrier("posted")
+        return one.posted("phases"), one.posted("nothing")
+
+    assert in_each(3, act) == [({0: "of 0", 1: "of 1", 2: "of 2"}, {})] * 3
+    assert ProcessGroup().posted("phases") == {}
 
 
 def test_agreement_is_silent_and_may_be_repeated():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import is_packed
 from jaxllm.quant import smoothing
 from jaxllm.quant.input_statistics import CalibrationError
+from jaxllm.quant.packing import describe_packed
 from tests import tiny
 
 ROWS, LENGTH = 6, 24
@@ -98,12 +100,44 @@ def test_is_that_of_compressed_tensors(config, source, tmp_path):
         assert sum(one.error for one in report.matrices) < 0.9 * sum(one.nearest for one in report.matrices)
 
 
-def test_transformers_opens_it(source, tmp_path):
-    quantise(open_source(source), tmp_path / "out", QuantiseConfig("rtn", 4, 16))
+@pytest.mark.parametrize("config", [QuantiseConfig("rtn", 4, 16), QuantiseConfig("rtn", codebook="fp8")])
+def test_transformers_opens_it(config, source, tmp_path):
+    quantise(open_source(source), tmp_path / "out", config)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         want = model(torch.tensor([IDS[:LENGTH]])).logits.numpy()
     np.testing.assert_allclose(logits(load_hf(tmp_path / "out")), want, rtol=0, atol=1e-5)
+
+
+def test_layouts_hold_the_same_codes(source, tmp_path):
+    """GPTQ's and AWQ's files are one model, plain and packed, and nearly that of compressed-tensors, whose scales are
+    in float32 instead of float16.
+    """
+    base = QuantiseConfig("rtn", 4, 16, symmetric=False)
+    quantise(open_source(source), tmp_path / "base", base)
+    found = []
+    for layout in ("gptq", "awq"):
+        quantise(open_source(source), tmp_path / layout, dataclasses.replace(base, layout=layout))
+        given = json.loads((tmp_path / layout / "config.json").read_text())["quantization_config"]
+        assert (given["quant_method"], given["bits"], given["group_size"]) == (layout, 4, 16)
+        found.append(logits(load_hf(tmp_path / layout)))
+        packed = load_tensors(*read_model(tmp_path / layout), weights="packed")
+        lines = describe_packed(packed.params)
+        assert lines[0].startswith("int4 with zero points, groups of 16: attention/k, attention/o, attention/q")
+        assert len(lines) == 2
+        np.testing.assert_allclose(logits(packed), found[-1], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(found[0], logits(load_hf(tmp_path / "base")), rtol=0, atol=0.01)
+    assert np.abs(found[0] - logits(load_hf(source))).max() > 0.02
+
+
+def test_float8_stays_packed(source, tmp_path):
+    quantise(open_source(source), tmp_path / "out", QuantiseConfig("gptq", 8, 0, None, ROWS, LENGTH, "fp8"), IDS)
+    plain = logits(load_hf(tmp_path / "out"))
+    packed = load_tensors(*read_model(tmp_path / "out"), weights="packed")
+    assert describe_packed(packed.params)[0].startswith("fp8, one group: ")
+    np.testing.assert_allclose(logits(packed), plain, rtol=0, atol=1e-5)
+    assert 1e-4 < np.abs(plain - logits(load_hf(source))).max() < 0.1
 
 
 def test_a_run_that_was_stopped_goes_on(source, tmp_path, monkeypatch):
@@ -167,6 +201,12 @@ def test_bad_input_is_refused_by_name(source, tmp_path):
         QuantiseConfig("gtpq")
     with pytest.raises(HubError, match=r"which groups of 32 do not divide.*all matrices: 16"):
         quantise(model, tmp_path / "out", QuantiseConfig("rtn", 4, 32))
+    with pytest.raises(HubError, match=r"layout awq has integer codes of 4 bits; choose compressed-tensors"):
+        QuantiseConfig("rtn", 3, 16, layout="awq")
+    with pytest.raises(HubError, match="hqq moves zero points, which fp8 does not have"):
+        QuantiseConfig("hqq", codebook="fp8")
+    with pytest.raises(HubError, match=r"which groups of 32 do not divide"):
+        quantise(model, tmp_path / "out", QuantiseConfig("rtn", codebook="mxfp4"))
     assert list(tmp_path.iterdir()) == []
     damaged = load_file(source / "model.safetensors")
     damaged["model.layers.1.mlp.up_proj.weight"][2, 3] = float("nan")

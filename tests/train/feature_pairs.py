@@ -24,14 +24,14 @@ from jaxllm.peft import AdapterConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import FEATURES, refused
 from jaxllm.train.host_offload import HostConfig
+from jaxllm.train.outer.compressed_gradients import GradsConfig
+from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
-from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state, step_links
-from jaxllm.train.step.step_chain import link_states
-from jaxllm.train.step.train_state import init_state
+from jaxllm.train.step.step_builder import build_optimizer, build_step, init_run_state, run_state
 from sharding import MeshSpec
 from tests import quick, tiny
 
@@ -86,6 +86,12 @@ def _all(*settings: Setting) -> Setting:
 
 
 SETTINGS: dict[str, Setting] = {
+    "replicas": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("diloco", every=1)),
+    "no replicas": _run(mesh="fsdp=4"),
+    "outer step": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("sparseloco", every=1)),
+    "compressed gradients": _run(mesh="data=2,fsdp=2", grads=GradsConfig("int8")),
+    "no data axis": _run(mesh="fsdp=4"),
+    "no outer step": _run(outer=OuterConfig()),
     "pipeline": _pipeline,
     "virtual stages": _parallel(schedule="interleaved", chunks=2),
     "depths of stages": _parallel(depths=(1, 3)),
@@ -208,11 +214,11 @@ def outcome(*names: str) -> Pair | None:
     batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)
     with jax.set_mesh(mesh):
         jitted = quick.jit(step)
-        state = init_state(model, transform, mesh, 0, abstract, extras=link_states(step_links(run)))
+        state = init_run_state(run, model, transform, mesh, abstract)
         batch = jax.device_put(batch, jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh)))
         lowered = jitted.lower(state, batch)
         after, metrics = jitted(state, batch)
-        loss = float(metrics["loss"])
+        loss = float(np.mean(jax.device_get(metrics["loss"])))
     assert np.isfinite(loss)
     assert 2 < loss < 8
     assert int(after.step) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,23 +12,28 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoint import Checkpointer
-from jaxllm.compiler import collectives
+from jaxllm.compiler.replica_groups import Placement
 from jaxllm.models import DecoderConfig, Functional, functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
 from jaxllm.train import abstract_state, init_state, train_step, value_and_grad
-from jaxllm.train.step.param_average import EmaConfig, parameter_average
-from jaxllm.train.step.replicas import (
-    average_replicas,
+from jaxllm.train.outer.config import OuterConfig
+from jaxllm.train.outer.outer_step import averaging_step
+from jaxllm.train.outer.replicas import (
+    REPLICA,
+    REPLICA_PARAMS,
     copy_to_replicas,
-    outer_step,
     over_replicas,
+    replica_means,
     replica_states,
+    with_outer_step,
 )
+from jaxllm.train.step.param_average import EmaConfig, parameter_average
 from jaxllm.train.step.step_chain import Step, link_states
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import jit_step
 from sharding import MeshSpec, ShardingError, shardings_of
 from tests import environment, quick, tiny
+from tests.train.replica_traffic import traffic_between
 
 STEPS, EVERY, REPLICAS, ROWS = 5, 2, 2, 8
 CONFIG, CONFIG32 = (tiny.decoder(kv_heads=4, dtype=dtype) for dtype in ("float64", "float32"))
@@ -35,6 +41,7 @@ OPTIM = OptimConfig(ScheduleConfig("cosine", peak=3e-2, warmup=0.3), eps=1e-3)
 LINK = parameter_average(EmaConfig(0.5))
 assert LINK is not None
 LINKS = [LINK]
+AVERAGE = OuterConfig("diloco", EVERY, rate=1.0, momentum=0.0)
 
 
 def batch_at(step: int) -> Any:
@@ -56,10 +63,10 @@ def step_of(mesh: str, config: DecoderConfig, *, averages: bool) -> Made:
     model, there = functional(config), MeshSpec.parse(mesh).build()
     transform = optimizer(OPTIM, STEPS, model.logical_axes())
     one = abstract_state(model, transform, there, extras=link_states(LINKS))
-    step = train_step(value_and_grad(model), transform, schedule(OPTIM.schedule, STEPS), LINKS)
+    step = over_replicas(train_step(value_and_grad(model), transform, schedule(OPTIM.schedule, STEPS), LINKS))
     if averages:
-        step = outer_step(step, EVERY, average_replicas("data"))
-    return Made(there, model, transform, one, replica_states(one, "data"), over_replicas(step, "data"))
+        step = with_outer_step(step, EVERY, averaging_step(AVERAGE))
+    return Made(there, model, transform, one, replica_states(one), step)
 
 
 def trained(mesh: str, *, averages: bool) -> tuple[Made, TrainState, list[dict[str, Any]]]:
@@ -74,7 +81,7 @@ def trained(mesh: str, *, averages: bool) -> tuple[Made, TrainState, list[dict[s
         there = jax.NamedSharding(made.mesh, made.model.rules.spec(("batch", "seq"), made.mesh))
         for number in range(STEPS):
             state, metrics = run(state, jax.device_put(batch_at(number), there))
-            seen.append(jax.device_get(metrics))
+            seen.append(replica_means(metrics))
     return made, state, seen
 
 
@@ -110,9 +117,9 @@ def replica_error(averages: bool) -> tuple[float, Made, TrainState]:
 
     The last step is no outer step, so the replicas have gone apart again in both cases.
     """
-    made, state, seen = trained("data=2,fsdp=2,tensor=2", averages=averages)
+    made, state, seen = trained("replica=2,fsdp=2,tensor=2", averages=averages)
     losses, params, kept = reference(averages=averages)
-    found = jax.device_get((state.params, state.extras["ema"]))
+    found = jax.device_get((state.extras[REPLICA_PARAMS], state.extras["ema"]))
     worst = 0.0
     for r in range(REPLICAS):
         mine = jax.tree.map(lambda x, r=r: x[r], found)
@@ -138,25 +145,22 @@ def test_replicas_are_separate_runs_whose_parameters_are_averaged(float64, tmp_p
 
 
 def check_traffic(averages: bool) -> None:
-    """Over ``data`` go the scalars of the metrics, and the parameters once where the outer step averages them."""
-    made = step_of("data=2,fsdp=4", CONFIG32, averages=averages)
+    """Over ``replica`` go the parameters where the outer step averages them, once a round, and nothing else."""
+    made = step_of("replica=2,fsdp=4", CONFIG32, averages=averages)
     spec = made.model.rules.spec(("batch", "seq"), made.mesh)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(made.mesh, spec)), batch_at(0)
     )
     with jax.set_mesh(made.mesh):
         text = jit_step(made.step, made.abstract).lower(made.abstract, batch).compile(environment.AS_EVER).as_text()
-    found = collectives.read(text).collectives
-    of_replicas = sum(one.total_bytes for one in found if one.group_size != 4)
-    gradients = sum(one.total_bytes for one in found if one.group_size == 4)
-    params = sum(leaf.size * 4 for leaf in jax.tree.leaves(made.one.params))
-    assert gradients > params
-    expected = 0.25 * params if averages else 0
-    assert expected < of_replicas < expected + 256, "scalars are less than 256 bytes"
+    local, inside, outer = traffic_between(text, Placement.of(made.mesh), REPLICA)
+    params = sum(4 * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(made.one.params))
+    assert local > 4 * params, "gradients are summed inside a replica"
+    assert (inside, outer) == (0, params if averages else 0)
 
 
 @pytest.mark.drawn(0.3)
-def test_gradients_are_not_summed_over_the_axis_of_the_replicas():
+def test_nothing_goes_between_replicas_inside_a_round():
     """With an outer step; without one: `make proof seams ONLY=traffic_of_replicas`."""
     check_traffic(averages=True)
 
@@ -165,9 +169,13 @@ def test_what_has_no_replicas_is_refused():
     model = functional(tiny.decoder(dtype="float32"))
     transform = optimizer(OPTIM, STEPS, model.logical_axes())
     abstract = abstract_state(model, transform, MeshSpec.parse("fsdp=2,tensor=4").abstract())
-    with pytest.raises(ShardingError, match="no axis 'data' for replicas; it has fsdp, tensor"):
-        replica_states(abstract, "data")
-    with pytest.raises(ShardingError, match="split over the mesh axis 'fsdp'"):
-        replica_states(abstract, "fsdp")
+    mesh = MeshSpec.parse("replica=2").abstract()
+    with pytest.raises(ShardingError, match="no axis 'replica'; it has fsdp, tensor"):
+        replica_states(abstract)
+    split = replace(
+        abstract, params=jax.ShapeDtypeStruct((2,), "float32", sharding=jax.NamedSharding(mesh, jax.P("replica")))
+    )
+    with pytest.raises(ShardingError, match="split over the mesh axis 'replica'"):
+        replica_states(split)
     with pytest.raises(ValueError, match="every = 0"):
-        outer_step(lambda state, batch: (state, {}), 0, lambda state: state)
+        with_outer_step(lambda state, batch: (state, {}), 0, lambda state: state)

@@ -11,6 +11,7 @@ import pytest
 from jaxllm.observe.config import ObserveConfig
 from jaxllm.train import loop
 from jaxllm.train.recovery.step_watchdog import StepWatchdog
+from tests.parallel.test_distributed import in_each
 
 
 def test_a_stalled_step_is_named_and_named_again_later():
@@ -65,3 +66,63 @@ def test_the_loop_names_its_step(tmp_path, monkeypatch, capfd, shared_programs):
     assert "step 2 has not come back" in said
     assert "step 1 " not in said
     assert "step 3 " not in said
+
+
+def test_a_batch_that_does_not_come_is_named_with_its_source():
+    said: list[str] = []
+    first = threading.Event()
+
+    def report(text: str) -> None:
+        said.append(text)
+        first.set()
+
+    def slow_source():
+        yield 4, "a"
+        first.wait(10)
+        yield 5, "b"
+
+    with StepWatchdog(0.05, report) as watchdog:
+        assert list(watchdog.batches(slow_source(), 4)) == [(4, "a"), (5, "b")]
+        time.sleep(0.15)
+    assert len(said) >= 1
+    assert all("step 6 has waited 0 s for its batch" in text for text in said)
+    assert "slow_source" in said[0]
+
+
+@pytest.mark.parametrize("stuck", [None, 2])
+def test_processes_that_are_behind_are_named(stuck):
+    """Of three processes in step 7, one waits for its batch: the others name it. Where none is behind, none is."""
+    said: dict[int, list[str]] = {rank: [] for rank in range(3)}
+    told = threading.Barrier(3)
+
+    def act(group):
+        first = threading.Event()
+
+        def report(text: str) -> None:
+            said[group.rank].append(text)
+            first.set()
+
+        def late_batches():
+            told.wait(60)  # until the others have said it
+            yield 6, None
+
+        with StepWatchdog(0.2, report, group) as watchdog:
+            if group.rank == stuck:
+                next(watchdog.batches(late_batches(), 6))
+                return
+            with watchdog.waiting_for(7):
+                assert first.wait(20)
+                # The first warning may come before the others have posted a phase.
+                seen = len(said[group.rank])
+                while len(said[group.rank]) == seen:
+                    time.sleep(0.01)
+                told.wait(60)
+
+    assert in_each(3, act) == [None] * 3
+    for rank in {0, 1, 2} - {stuck}:
+        last = said[rank][-1]
+        if stuck is None:
+            assert "All processes wait for their devices" in last
+        else:
+            assert "Behind this process: process 2 (on " in last
+            assert "waits for its batch for step 7" in last

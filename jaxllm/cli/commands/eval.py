@@ -31,6 +31,7 @@ def evaluate(argv: list[str]) -> int:
         needle: bool = False,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
+        weights: str = "plain",
     ) -> int:
         """Measures bits per byte on the held-out split of the run's data (lower is better), or scores on --tasks.
 
@@ -50,23 +51,24 @@ def evaluate(argv: list[str]) -> int:
             kv_format: with --needle or --tasks: format of the KV cache: auto (the compute dtype), bf16, int8, fp8,
                 int4, bfp4, kivi4 or kivi2 (docs/serve/kv_cache.md).
             kv_keep: with --needle or --tasks: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]].
+            weights: with --tasks or --needle, as for `jaxllm generate`: packed, or a format to round to.
         """
         check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
         if needle:
             if tasks or step is not None or limit is not None:
-                raise UsageError("--needle goes with --max-len, --dtype, --kv-format and --kv-keep only.")
-            return compare_caches(model, max_len, dtype, kv_format, kv_keep)
+                raise UsageError("--needle goes with --max-len, --dtype, --weights, --kv-format and --kv-keep only.")
+            return compare_caches(model, max_len, dtype, kv_format, kv_keep, weights)
         if not tasks and (kv_format, kv_keep) != ("auto", "all"):
             raise UsageError("--kv-format and --kv-keep are for --needle and --tasks.")
         if tasks:
             if step is not None:
                 raise UsageError("--step is for a run's held-out text; --tasks use the newest checkpoint.")
             return run_tasks(
-                model, [name for name in tasks.split(",") if name], limit, max_len, dtype, kv_format, kv_keep
+                model, [name for name in tasks.split(",") if name], limit, max_len, dtype, kv_format, kv_keep, weights
             )
-        if limit is not None or dtype is not None:
-            raise UsageError("--limit and --dtype are for --tasks.")
+        if limit is not None or dtype is not None or weights != "plain":
+            raise UsageError("--limit, --dtype and --weights are for --tasks.")
         with processes() as group:
             return measure(group, Path(model), step)
 
@@ -120,12 +122,17 @@ def evaluate(argv: list[str]) -> int:
 
 
 def compare_caches(
-    model: str, max_len: int, dtype: Literal["float32", "bfloat16"] | None, kv_format: str, kv_keep: str
+    model: str,
+    max_len: int,
+    dtype: Literal["float32", "bfloat16"] | None,
+    kv_format: str,
+    kv_keep: str,
+    weights: str = "plain",
 ) -> int:
     """Prints the quality and the bytes of a KV cache beside those of the full one."""
     from jaxllm.evals.cache_quality import MOST_TOKENS, cache_quality
 
-    loaded = load_with_progress(model, dtype)
+    loaded = load_with_progress(model, dtype, weights=weights)
     length = min(max_len, MOST_TOKENS)
     print(f"{model}, {length} tokens: NLL of held-out Shakespeare, recall of pass keys, KV cache of a sequence")
     rows = [("auto", "all"), *([] if (kv_format, kv_keep) == ("auto", "all") else [(kv_format, kv_keep)])]
@@ -150,6 +157,7 @@ def run_tasks(
     dtype: Literal["float32", "bfloat16"] | None,
     kv_format: str = "auto",
     kv_keep: str = "all",
+    weights: str = "plain",
 ) -> int:
     """Runs tasks and prints their scores: .jsonl files one after the other, then all lm-eval tasks together."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task
@@ -161,7 +169,7 @@ def run_tasks(
     for path in files:
         if not path.is_file():
             raise UsageError(f"there is no file {path}.")
-    loaded = load_with_progress(model, dtype)
+    loaded = load_with_progress(model, dtype, weights=weights)
     most, _ = hard_limit(loaded.model.config)
     sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
     sizes = with_kv_cache(sizes, kv_format, kv_keep)

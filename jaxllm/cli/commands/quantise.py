@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -28,8 +28,10 @@ def quantise(argv: list[str]) -> int:
         calibrate: tuple[Path, ...] = (),
         rows: int = 64,
         length: int = 512,
+        layout: str = "compressed-tensors",
+        evaluate: tuple[Path, ...] = (),
     ) -> int:
-        """Rounds the matrices of a model's blocks, a block at a time, and writes it as compressed-tensors.
+        """Rounds the matrices of a model's blocks, a block at a time, and writes it as other libraries read it.
 
         transformers opens the result, and so does every command here. Embeddings, norms, routers and the head
         stay as they are. A run that was stopped goes on when the same command is given again.
@@ -39,18 +41,22 @@ def quantise(argv: list[str]) -> int:
                 directory first, with jaxllm convert.
             out: directory to create.
             format: int4_g128: integers of 4 bits, with a scale for every 128 inputs. Bits are 2 to 8; without _g, a
-                row of a matrix has one scale; _asym and _sym choose codes with and without zero points.
+                row of a matrix has one scale; _asym and _sym choose codes with and without zero points. fp8: float8
+                e4m3 with a scale for every row; mxfp4: e2m1 with a power of two for every 32 inputs.
             method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, awq or smoothquant. The first two need no
                 text.
             calibrate: text files whose tokens go through the model.
             rows: rows of that text at most.
             length: tokens of a row.
+            layout: compressed-tensors, gptq or awq: how the files have the codes.
+            evaluate: text files; the loss on their first rows is printed, before and after. They should not be those
+                of --calibrate.
         """
-        found = FORMAT.fullmatch(format)
+        found = FORMAT.fullmatch("int8" if format in ("fp8", "mxfp4") else format)
         if found is None:
             raise UsageError(
                 f"--format {format}: give int and 2 to 8 bits, a group size if there is one, and _asym or _sym if it "
-                "matters: int4_g128, int8, int3_g64_asym."
+                "matters: int4_g128, int8, int3_g64_asym; or fp8, mxfp4."
             )
         bits, group, kind = found.groups()
         from jaxllm.convert.quantise import QuantiseConfig
@@ -59,9 +65,9 @@ def quantise(argv: list[str]) -> int:
         from jaxllm.quant.input_statistics import CalibrationError
         from jaxllm.quant.methods.rounding_table import METHODS
 
-        config = QuantiseConfig(
-            method, int(bits), int(group or 0), None if kind is None else kind == "_sym", rows, length
-        )
+        codebook = format if format in ("fp8", "mxfp4") else ""
+        symmetric = None if kind is None else kind == "_sym"
+        config = QuantiseConfig(method, int(bits), int(group or 0), symmetric, rows, length, codebook, layout)
         if METHODS[method].calibrates and not calibrate:
             raise UsageError(f"--method {method} wants text: give files with --calibrate, or choose rtn or hqq.")
         path = find_model(source)
@@ -76,10 +82,43 @@ def quantise(argv: list[str]) -> int:
         except CalibrationError as error:
             raise UsageError(str(error)) from error
         print(table(made.matrices))
+        if evaluate:
+            ids = [token for file in evaluate for token in model.tokenizer.encode(file.read_text())]
+            before, after = (mean_loss(name, ids, rows, length) for name in (path, out))
+            print(f"loss on {', '.join(map(str, evaluate))}: {before:.4f} -> {after:.4f} ({after / before - 1:+.2%})")
         print(f"{out}: {made.bytes_before / 2**20:,.1f} -> {made.bytes_after / 2**20:,.1f} MiB")
         return 0
 
     return parse_command(run, argv, "jaxllm quantise")
+
+
+def mean_loss(source: Path, ids: list[int], rows: int, length: int) -> float:
+    """Mean loss of a model on rows of tokens, with the training forward, a row at a time.
+
+    Raises:
+        UsageError: the text is shorter than a row.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxllm.convert.load import load_model
+    from jaxllm.models.attention_context import Segments
+    from jaxllm.quant.input_statistics import CalibrationError, calibration_rows
+
+    try:
+        tokens = calibration_rows(ids, rows, length)
+    except CalibrationError as error:
+        raise UsageError(f"--evaluate: {error}") from error
+    loaded = load_model(source)
+
+    @jax.jit
+    def loss(params: Any, row: Any) -> Any:
+        hidden, _ = loaded.model.forward(params, row[None], jnp.arange(length)[None], Segments())
+        scores = jax.nn.log_softmax(loaded.model.head(params, hidden[:, :-1])[0])
+        return -jnp.mean(jnp.take_along_axis(scores, row[1:, None], axis=1))
+
+    with jax.set_mesh(loaded.mesh):
+        return float(sum(float(loss(loaded.params, row)) for row in tokens) / len(tokens))
 
 
 def table(matrices: list) -> str:

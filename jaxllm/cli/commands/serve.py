@@ -62,7 +62,7 @@ def serve(argv: list[str]) -> int:
         kv_keep: str = "all",
         kv_host: float = 0.0,
         kv_disk: Path | None = None,
-        layers: Literal["stacked", "apart"] = "stacked",
+        layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
         adapters: Path | None = None,
         adapter_slots: int = 32,
@@ -121,7 +121,8 @@ def serve(argv: list[str]) -> int:
             kv_disk: directory for pages that leave host memory; they are found again after a restart
                 (docs/serve/kv_cache.md).
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
-                on some devices and compiles longer.
+                on CPUs and GPUs and compiles ten times as long; auto: apart where the programs for that are there, by
+                `jaxllm compile --serve DIR --layers apart` or an earlier start, and stacked otherwise.
             mesh: device mesh, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Each replica has
                 --max-sequences and --max-batched-tokens of its own.
             adapters: directory of LoRA adapters in PEFT's format, each in a directory whose name is its model name; or
@@ -199,10 +200,12 @@ def serve(argv: list[str]) -> int:
         def load() -> LLM:
             from jaxllm.infer.llm import shipped_programs
 
-            loaded = load_with_progress(model, dtype, layers, mesh, weights, generation_config, progress=start)
+            form = "stacked" if layers == "auto" else layers
+            loaded = load_with_progress(model, dtype, form, mesh, weights, generation_config, progress=start)
             return LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
+                layers="auto" if layers == "auto" else "given",
             )  # fmt: skip
 
         def announce(url: str) -> None:

@@ -81,7 +81,7 @@ def _bits(h: np.ndarray) -> np.ndarray:
     return h[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
 
 
-def _scales_and_minima(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def scales_and_minima(s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eight 6-bit scales and eight 6-bit minima out of 12 bytes.
 
     Bytes 0..3 and 4..7 hold scales and minima 0..3, and in their upper two bits those of 4..7, whose lower four bits
@@ -136,13 +136,18 @@ def _q2_k(b: np.ndarray, out: np.ndarray) -> None:
     parts -= (_float(b["m"]) * (b["s"] >> 4))[:, :, None]
 
 
+def q3_k_scales(s: np.ndarray) -> np.ndarray:
+    """Sixteen 6-bit scales less 32, float32, out of 12 bytes."""
+    low = np.concatenate([s[:, :8] & 15, s[:, :8] >> 4], axis=1)
+    return (low | _crumbs(s[:, 8:]).reshape(-1, 16) << 4).astype(np.float32) - 32
+
+
 def _q3_k(b: np.ndarray, out: np.ndarray) -> None:
     """d (s - 32) (q - 4), q of 3 bits; s of 6 bits for each 16 values.
 
     The low halves of s are the halves of its first 8 bytes, the upper two bits the two-bit parts of its last 4.
     """
-    low = np.concatenate([b["s"][:, :8] & 15, b["s"][:, :8] >> 4], axis=1)
-    scales = (low | _crumbs(b["s"][:, 8:]).reshape(-1, 16) << 4).astype(np.float32) - 32
+    scales = q3_k_scales(b["s"])
     high = _bits(b["h"]).reshape(-1, 2, 4, 32)
     out.reshape(-1, 2, 4, 32)[...] = _crumbs(b["q"].reshape(-1, 2, 32)) | high << 2
     out -= 4
@@ -152,7 +157,7 @@ def _q3_k(b: np.ndarray, out: np.ndarray) -> None:
 
 def _q4_k(b: np.ndarray, out: np.ndarray) -> None:
     """d s q - m t, q of 4 bits; s and t of 6 bits for each 32 values."""
-    scales, minima = _scales_and_minima(b["s"])
+    scales, minima = scales_and_minima(b["s"])
     _nibbles(b["q"].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32))
     parts = out.reshape(-1, 8, 32)
     parts *= (_float(b["d"]) * scales)[:, :, None]
@@ -161,7 +166,7 @@ def _q4_k(b: np.ndarray, out: np.ndarray) -> None:
 
 def _q5_k(b: np.ndarray, out: np.ndarray) -> None:
     """Like Q4_K with q of 5 bits; bit i of h is the highest bit of the values of part i."""
-    scales, minima = _scales_and_minima(b["s"])
+    scales, minima = scales_and_minima(b["s"])
     _nibbles(b["q"].reshape(-1, 4, 32), out.reshape(-1, 4, 2, 32))
     parts = out.reshape(-1, 8, 32)
     parts += _bits(b["h"]) << 4

@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike
 
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.gguf import ggml_formats
+from jaxllm.hub.gguf.gguf_codes import CODE_KINDS, GgufCodes
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -88,6 +89,25 @@ class GgufTensor:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.size // self._kind.values * self._kind.layout.itemsize
+
+    @property
+    def values(self) -> int:
+        """Number of values in a block."""
+        return self._kind.values
+
+    @property
+    def stored(self) -> GgufCodes | None:
+        """Its codes, if it is a matrix in a quantised format."""
+        return GgufCodes(self) if self.kind in CODE_KINDS and self.ndim == 2 else None
+
+    def blocks(self) -> np.ndarray:
+        """Its blocks, with the fields of their format; a read-only view of the file."""
+        return self._bytes(0, self.size).view(self._kind.layout)
+
+    def decode_blocks(self, blocks: np.ndarray, out: np.ndarray) -> None:
+        """Decodes blocks of its format into float32 ``out`` [n, values]."""
+        assert self._kind.decode is not None
+        self._kind.decode(blocks, out)
 
     def __len__(self) -> int:
         return self.shape[0]

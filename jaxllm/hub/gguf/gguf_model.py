@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from numpy.typing import DTypeLike
 
 from jaxllm.hub.errors import HubError
+from jaxllm.hub.gguf.gguf_codes import GgufCodes
 from jaxllm.hub.gguf.gguf_config import hf_config
 from jaxllm.hub.gguf.gguf_file import Gguf, GgufTensor, open_gguf, split_index
 from jaxllm.hub.huggingface import HubModel, Progress, load_tensors
@@ -100,6 +101,12 @@ class TransformedTensor:
     def dtype(self) -> np.dtype:
         """Dtype of its values."""
         return self.tensor.dtype
+
+    @property
+    def stored(self) -> GgufCodes | None:
+        """Its codes, reordered like its rows, if it is a quantised matrix whose values are not changed."""
+        whole = self.tensor.stored
+        return None if whole is None or self.group == 1 else GgufCodes(self.tensor, self.change)
 
     def __len__(self) -> int:
         return len(self.tensor)

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import numpy as np
@@ -162,6 +162,7 @@ class Engine:
         plain_first: bool = False,
         shipped: Path | None = None,
         trusted: bool = False,
+        layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
     ) -> Engine:
         """Builds an engine for a model and compiles its programs.
@@ -182,6 +183,7 @@ class Engine:
             plain_first: with ``background``: the first programs have the plain sampler, which compiles in half the
                 time; the first request that needs the other one waits for it.
             shipped, trusted: see ``ProgramCache``.
+            layers: see ``ModelRunner``; speculation keeps the layers as they are given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
 
         Raises:
@@ -209,7 +211,7 @@ class Engine:
         runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
-            progress=progress,
+            layers="given" if config.speculate is not None or proposer is not None else layers, progress=progress,
         )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
         engine = cls(

@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, confi
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
-from jaxllm.models import Functional
+from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
 
@@ -53,6 +53,10 @@ class ModelRunner:
     Compiles the programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``; ``reserved_bytes``
     of each device are left to others, such as a draft model. On a mesh over several processes all programs are
     compiled before the first step, because all processes must choose the same ones.
+
+    ``layers``: "given": as ``params`` has them. "auto": one array per layer where all programs for that are on disk,
+    which decodes faster on CPUs and GPUs and compiles longer; the stacks of ``params`` are freed then. On one device
+    and without adapters; as given otherwise.
 
     Attributes:
         spec: sizes, all settled.
@@ -82,6 +86,7 @@ class ModelRunner:
         shipped: Path | None = None,
         trusted: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
+        layers: Literal["given", "auto"] = "given",
     ):
         self._reserved_bytes, self._plain_first = reserved_bytes, plain_first
         self.config, self.vocab_size = config, vocab_size
@@ -104,33 +109,42 @@ class ModelRunner:
             params = jax.tree.map(put, params, placements(self.model, params, self.mesh))
             with self._on_mesh(), sharding.use_rules(self.model.rules):
                 replicas = sharding.axis_size("batch")
-        self.params = params
-        self._abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self.adapter_pool = AdapterPool(self.model, params, config) if config.adapter_slots else None
-        # The weights as the programs take them: with the pool of adapters, where there is one.
-        self._factors, self._abstract_weights = (), self._abstract
-        if self.adapter_pool is not None:
-            self._factors = self.adapter_pool.arrays(self._weight_sharding)
-            self._abstract_weights = self.adapter_pool.weights(self._abstract, self._factors)
         groups = layer_groups(model.config, config.kv_dtype, config.retention)
         max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
         own = [jax.process_index()] if self.spans_processes else []
-        key = [
-            *own,
-            *config_key(self.model.config),
-            str(self.model.rules),
-            [source_of(row) for group in groups for row in (group.format().kv_format, group.rule)],
-            describe(self._abstract_weights),
-            [vocab_size, page_size, config.kv_dtype, config.retention, config.batch_invariant],
-            [config.adapter_slots, config.adapter_rank, config.adapter_pages],
-        ]
-        self.program_cache = ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
+
+        def cache_of(weights: Any) -> ProgramCache:
+            key = [
+                *own,
+                *config_key(self.model.config),
+                str(self.model.rules),
+                [source_of(row) for group in groups for row in (group.format().kv_format, group.rule)],
+                describe(weights),
+                [vocab_size, page_size, config.kv_dtype, config.retention, config.batch_invariant],
+                [config.adapter_slots, config.adapter_rank, config.adapter_pages],
+            ]
+            return ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
+
+        sizes = digest([*config_key(config), max_len])[:8]
+        complete = f"complete-{sizes}"
+        may_choose = layers == "auto" and self.mesh is None and not config.adapter_slots
+        if may_choose and not has_unstacked_layers(params):
+            compiled = cache_of(_abstract(params, apart=True)).saved_value(complete) is not None
+            params = unstack_layers(params, donate=True) if compiled else params
+        self.params, self._abstract = params, _abstract(params)
+        self.adapter_pool = AdapterPool(self.model, params, config) if config.adapter_slots else None
+        # The weights as the programs take them: with the pool of adapters, where there is one.
+        self._factors, self._abstract_weights = (), self._abstract
+        if self.adapter_pool is not None:
+            self._factors = self.adapter_pool.arrays(self._weight_sharding)
+            self._abstract_weights = self.adapter_pool.weights(self._abstract, self._factors)
+        self.program_cache = cache_of(self._abstract_weights)
         least = (columns + 1,) * len(groups)
         self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
-        held = "pages-" + digest([*config_key(config), max_len])[:8]
+        held = f"pages-{sizes}"
         if config.pages is not None or (pages := self.program_cache.saved_value(held)) is None:
             pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
             self.program_cache.saved_value(held, list(pages))
@@ -138,7 +152,14 @@ class ModelRunner:
         self._swaps = config.preemption == "swap" or config.has_tiers
         programs, first = self._programs()
         behind = background and not self.spans_processes
-        self.programs = self.program_cache.load(programs, first if behind else len(programs), progress)
+
+        def tell(stage: str, done: int, total: int) -> None:
+            if done == total and self.program_cache.saved_value(complete) is None:
+                self.program_cache.saved_value(complete, total)
+            if progress is not None:
+                progress(stage, done, total)
+
+        self.programs = self.program_cache.load(programs, first if behind else len(programs), tell)
         weakref.finalize(self, self.programs.stop)
         with self._on_mesh():
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
@@ -469,6 +490,16 @@ class ModelRunner:
 def _mask_rows(shape: StepShape) -> int:
     """Rows of the token masks of a step: one for each row whose logits are computed."""
     return shape.requests * shape.rows
+
+
+def _abstract(params: Any, *, apart: bool = False) -> Any:
+    """Shapes, dtypes and shardings of weights; with ``apart`` as if there were one array per layer."""
+    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    if not apart:
+        return tree
+    place = jax.tree.leaves(tree)[0].sharding
+    shapes = jax.eval_shape(unstack_layers, tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
 
 
 def _device_of(params: Any) -> Any:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
-from jaxllm.models import Functional, functional
+from jaxllm.models import Functional, functional, has_unstacked_layers
 
 
 class SelfDraftProposer(DraftModelProposer):
@@ -69,7 +69,7 @@ def with_layers(model: Functional, params: Any, layers: list[int]) -> tuple[Func
     smaller = replace(
         config, layers=len(layers), prefix=() if alike else tuple(blocks[:-1]), pattern=(blocks[-1],), remat="none"
     )
-    own, apart = [_layer(model, params, layer) for layer in layers], _is_apart(params)
+    own, apart = [_layer(model, params, layer) for layer in layers], has_unstacked_layers(params)
     segments, first = {}, 0
     for number, (_, repeats) in enumerate(smaller.segments):
         some, first = [{"0": layer} for layer in own[first : first + repeats]], first + repeats
@@ -89,10 +89,6 @@ def _layer(model: Functional, params: Any, layer: int) -> Any:
             return jax.tree.map(operator.itemgetter(repeat), held[str(block)])
         layer -= len(group) * repeats
     raise AssertionError(f"there is no layer {layer}")
-
-
-def _is_apart(params: Any) -> bool:
-    return any(isinstance(segment, tuple) for segment in params["segments"].values())
 
 
 def _stacked(trees: list[Any]) -> Any:

@@ -21,6 +21,9 @@ class BlockFloat8:
 
     block: tuple[int, int] = (128, 128)
 
+    def __str__(self) -> str:
+        return f"float8 in blocks of {self.block[0]} x {self.block[1]}"
+
     def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the dense weight."""
         return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxllm.models.packed_weight import WeightFormat
-from jaxllm.quant.formats.int_groups import IntGroups
+from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.formats.mxfp4 import MXFP4
 from jaxllm.quant.formats.nf4 import NF4
 from jaxllm.quant.grids import IntGrid
@@ -13,8 +13,8 @@ from jaxllm.quant.grids import IntGrid
 WEIGHT_FORMATS: dict[str, Callable[[int], WeightFormat]] = {
     "mxfp4": MXFP4,
     "nf4": NF4,
-    "int8": lambda axis: IntGroups(IntGrid(8), 32, axis),
-    "int4": lambda axis: IntGroups(IntGrid(4), 32, axis),
+    "int8": lambda axis: CodeGroups(IntGrid(8), 32, axis),
+    "int4": lambda axis: CodeGroups(IntGrid(4), 32, axis),
 }
 """Format by name, made for the dimension that values share scales along: the last one that is summed over, counted from
 the end (-2 of a matrix)."""

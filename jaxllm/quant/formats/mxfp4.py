@@ -27,6 +27,9 @@ class MXFP4:
 
     axis: int = -2
 
+    def __str__(self) -> str:
+        return "mxfp4"
+
     def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the dense weight."""
         axis = self.axis % len(values)

@@ -60,6 +60,9 @@ class NF4:
     axis: int = -2
     scales: int | None = None
 
+    def __str__(self) -> str:
+        return "nf4"
+
     def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the dense weight."""
         axis = self.axis % len(values)

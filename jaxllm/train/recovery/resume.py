@@ -13,8 +13,9 @@ from jaxllm.train.config import RunConfig
 from jaxllm.train.frozen_base import trained_only
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
+from jaxllm.train.step.step_builder import init_run_state
 from jaxllm.train.step.step_chain import link_states, saved_state
-from jaxllm.train.step.train_state import TrainState, init_extras, init_state
+from jaxllm.train.step.train_state import TrainState, init_extras
 
 
 class ResumeError(ValueError):
@@ -35,11 +36,11 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             params = run.base.start_params(run.first_gradients)
         elif run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
-        extras = link_states(run.links)
-        return init_state(run.model, run.optimizer, run.mesh, run.config.seed, run.abstract, params, extras), 0
+        return init_run_state(run.config, run.model, run.optimizer, run.mesh, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
+        check_replicas(meta, run.replicas, run.directory.path)
         state_providers.check_providers(meta, run.also)
     saved = trained_only(run.base, saved_state(run.abstract, run.links))
     found = saver.resume(state_providers.with_provider_targets(saved, run.also))
@@ -74,6 +75,15 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
     run.batches, step = run.batches.at_cursor(found.meta["cursor"])
     run.spikes = list(found.meta.get("spikes", []))
     return state, step
+
+
+def check_replicas(meta: dict[str, Any], replicas: int, directory: Path) -> None:
+    """Checks that the number of replicas is that of the checkpoint; raises ResumeError."""
+    if (saved := meta.get("replicas", 1)) != replicas:
+        raise ResumeError(
+            f"{directory} was trained with {saved} replicas, each of which has an optimizer state of its own, but the "
+            f"mesh now has {replicas}; give the mesh replica={saved}. Its other axes may have other sizes."
+        )
 
 
 def check_resumable(meta: dict[str, Any], config: RunConfig, directory: Path) -> None:

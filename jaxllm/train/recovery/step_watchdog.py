@@ -1,18 +1,44 @@
 """Watchdog of the training loop: names a step that does not come back, instead of a run that is silent for ever.
 
-Devices that wait for each other raise no error. A thread measures how long the loop has waited for its current step,
-and says so when that is too long; it says it again after twice, four times, ... that time. It does not end the run,
-because a slow step and a hanging one look the same; lost processes are ended by ``jaxllm.parallel.heartbeat``.
+Devices that wait for each other raise no error. A thread measures how long the loop has waited for its current step or
+its batch, and says so when that is too long; it says it again after twice, four times, ... that time. It does not end
+the run, because a slow step and a hanging one look the same; lost processes are ended by ``jaxllm.parallel.heartbeat``.
+
+In a run of several processes each posts its step and phase, and the warning names those that are behind: devices wait
+in a collective for the process that has not reached it (as in C4, arXiv:2406.04594, by phases of the host alone).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any, NamedTuple
+
+from jaxllm.parallel.distributed import ProcessGroup
+
+TOPIC = "step phases"
+DEVICES, BATCH, HOST = "waits for its devices", "waits for its batch", "is busy on its host"
+
+
+class StepPhase(NamedTuple):
+    """Phase of a process in the training loop.
+
+    Attributes:
+        step: number of the step, from 1.
+        what: ``DEVICES``, ``BATCH`` or ``HOST``.
+        since: ``time.monotonic()`` of its beginning; in a posted phase, seconds that it has lasted.
+    """
+
+    step: int
+    what: str
+    since: float
 
 
 def _to_stderr(text: str) -> None:
@@ -25,12 +51,20 @@ class StepWatchdog:
     Args:
         seconds: the loop may wait so long for one step; 0: no watchdog.
         report: receives the message, in the watchdog's thread.
+        group: the processes of the run.
     """
 
-    def __init__(self, seconds: float, report: Callable[[str], None] = _to_stderr):
+    def __init__(
+        self,
+        seconds: float,
+        report: Callable[[str], None] = _to_stderr,
+        group: ProcessGroup = ProcessGroup(),  # noqa: B008
+    ):
         self._seconds = seconds
         self._report = report
-        self._waiting: tuple[int, float] | None = None
+        self._group = group
+        self._loop = threading.current_thread()
+        self._phase: StepPhase | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="step-watchdog", daemon=True)
 
@@ -49,24 +83,78 @@ class StepWatchdog:
     @contextlib.contextmanager
     def waiting_for(self, step: int) -> Iterator[None]:
         """Context manager around a call that returns when the devices have taken or finished ``step``."""
-        self._waiting = step, time.monotonic()
+        self._phase = StepPhase(step, DEVICES, time.monotonic())
         try:
             yield
         finally:
-            self._waiting = None
+            self._phase = StepPhase(step, HOST, time.monotonic())
+
+    def batches(self, batches: Iterator[tuple[int, Any]], first: int) -> Iterator[tuple[int, Any]]:
+        """The same batches; waiting for one is watched.
+
+        Args:
+            batches: (step, batch) pairs, steps from 0.
+            first: step of the first one.
+        """
+        number = first
+        while True:
+            self._phase = StepPhase(number + 1, BATCH, time.monotonic())
+            try:
+                number, batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._phase = StepPhase(number + 1, HOST, time.monotonic())
+            yield number, batch
+            number += 1
 
     def _watch(self) -> None:
-        reported: tuple[int, float] | None = None
+        reported: StepPhase | None = None
         limit = self._seconds
         while not self._ended.wait(self._seconds / 4):
-            waiting = self._waiting
-            if waiting is None or waiting != reported:
-                limit = self._seconds
-            if waiting is None or (spent := time.monotonic() - waiting[1]) < limit:
+            phase = self._phase
+            if phase is None:
                 continue
-            self._report(
-                f"warning: step {waiting[0]} has not come back for {spent:.0f} s. Its devices may wait for each other, "
-                "for example because a process is lost or runs another program; then end the run, and it resumes from "
-                "its newest checkpoint. If steps are that slow, raise observe.stalled_after."
+            spent = time.monotonic() - phase.since
+            with contextlib.suppress(Exception):  # the store is gone: the heartbeat says why
+                self._group.post(TOPIC, json.dumps([phase.step, phase.what, round(spent, 1), socket.gethostname()]))
+            if phase != reported:
+                limit = self._seconds
+            if phase.what == HOST or spent < limit:
+                continue
+            self._report(self._warning(phase, spent))
+            reported, limit = phase, 2 * limit
+
+    def _warning(self, phase: StepPhase, spent: float) -> str:
+        if phase.what == BATCH:
+            frame = sys._current_frames().get(self._loop.ident or 0)
+            stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
+            return (
+                f"warning: step {phase.step} has waited {spent:.0f} s for its batch. The data source is slow or hangs, "
+                f"at:\n{stack}If batches are that slow, raise observe.stalled_after."
             )
-            reported, limit = waiting, 2 * limit
+        return (
+            f"warning: step {phase.step} has not come back for {spent:.0f} s. Its devices may wait for each other, "
+            "for example because a process is lost or runs another program; then end the run, and it resumes from "
+            f"its newest checkpoint. If steps are that slow, raise observe.stalled_after.{self._behind(phase)}"
+        )
+
+    def _behind(self, phase: StepPhase) -> str:
+        """Names of the processes that are behind ``phase``, which waits for its devices."""
+        if self._group.size == 1:
+            return ""
+        try:
+            posted = {rank: json.loads(text) for rank, text in self._group.posted(TOPIC).items()}
+        except Exception as error:
+            return f" The phases of other processes cannot be read ({error})."
+        late = [
+            f"process {rank} (on {host}) {what} for step {step}, for {seconds:.0f} s"
+            for rank, (step, what, seconds, host) in sorted(posted.items())
+            if rank != self._group.rank and (step, what == DEVICES) < (phase.step, True)
+        ]
+        silent = [str(rank) for rank in range(self._group.size) if rank not in posted]
+        if silent:
+            late.append(f"process {', '.join(silent)} has not begun a step")
+        if late:
+            return f" Behind this process: {'; '.join(late)}."
+        return " All processes wait for their devices in this step, so a device or a link between them hangs."

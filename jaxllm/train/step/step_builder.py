@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -11,6 +13,10 @@ from jaxllm.models import Functional
 from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, optimizer, schedule
 from jaxllm.train.config import RunConfig
+from jaxllm.train.outer.co2 import co2_step
+from jaxllm.train.outer.compressed_gradients import compressed_gradients
+from jaxllm.train.outer.outer_step import averaging_step, outer_states
+from jaxllm.train.outer.replicas import copy_to_replicas, over_replicas, replica_states, with_outer_step
 from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.param_average import parameter_average
 from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
@@ -22,7 +28,7 @@ from jaxllm.train.step.step_links import (
     spike_detection,
 )
 from jaxllm.train.step.subset_update import subset_optimizer
-from jaxllm.train.step.train_state import TrainState, abstract_state
+from jaxllm.train.step.train_state import TrainState, abstract_state, init_state
 from jaxllm.train.step.training_step import SplitStep, ValueAndGrad, layerwise_step, split_step, train_step
 from jaxllm.train.step.zo2 import pending_update
 
@@ -35,7 +41,7 @@ def build_step(
     *,
     layers: bool = False,
 ) -> Step:
-    """Training step of a run, not yet jitted.
+    """Training step of a run, not yet jitted; of all its replicas, with their outer steps, where it has any.
 
     Args:
         config: the run.
@@ -47,7 +53,12 @@ def build_step(
     rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
     if hooks.update is not None:
         return layerwise_step(hooks.update, rate, links)
-    return train_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
+    step = train_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
+    outer = config.outer
+    if outer.kind == "none":
+        return step
+    step = over_replicas(step)
+    return co2_step(step, outer) if outer.kind == "co2" else with_outer_step(step, outer.every, averaging_step(outer))
 
 
 def build_split_step(
@@ -85,6 +96,7 @@ def step_links(config: RunConfig) -> tuple[StepLink, ...]:
     """Links of a run's step, innermost first; the run's state has their states (``run_state``)."""
     rate = schedule(config.optim.schedule, config.steps)
     links = (
+        compressed_gradients(config.grads),
         mixed_precision(config.model, rate),
         spike_detection(config.spikes, rate),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
@@ -97,8 +109,36 @@ def step_links(config: RunConfig) -> tuple[StepLink, ...]:
 def run_state(
     config: RunConfig, model: Functional, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
-    """Shapes, dtypes and shardings of a run's train state, with the states of its step's links (``abstract_state``)."""
-    return abstract_state(model, optimizer, mesh, config.host, link_states(step_links(config)))
+    """Shapes, dtypes and shardings of a run's train state, with the states of its step's links (``abstract_state``).
+
+    With outer steps it is the state of all replicas (``jaxllm.train.outer.replicas``).
+    """
+    one = abstract_state(model, optimizer, mesh, config.host, link_states(step_links(config)))
+    return one if config.outer.kind == "none" else replica_states(one, *outer_states(config.outer, one.params))
+
+
+def init_run_state(
+    config: RunConfig,
+    model: Functional,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    abstract: TrainState,
+    params: Any = None,
+) -> TrainState:
+    """Fresh train state of a run; replicas begin with the same values.
+
+    Args:
+        config, model, optimizer, mesh: of the run.
+        abstract: from ``run_state``.
+        params: initial parameters, on the mesh; None: random ones.
+    """
+    extras = link_states(step_links(config))
+    if config.outer.kind == "none":
+        return init_state(model, optimizer, mesh, config.seed, abstract, params, extras)
+    one = abstract_state(model, optimizer, mesh, config.host, extras)
+    first = init_state(model, optimizer, mesh, config.seed, one, params, extras)
+    with jax.set_mesh(mesh):
+        return copy_to_replicas(first, abstract)
 
 
 def build_optimizer(config: RunConfig, model: Functional) -> optax.GradientTransformation:

@@ -49,7 +49,8 @@ def compile_serving(argv: list[str]) -> int:
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
                 the first few, by default 1024 and 4.
-            layers: stacked, or apart.
+            layers: stacked, or apart: decodes faster on CPUs and GPUs, and `jaxllm serve` takes it by itself where
+                these programs are there.
             mesh: device mesh, such as data=2,tensor=4; one device by default.
         """
         from jaxllm.infer import LLM

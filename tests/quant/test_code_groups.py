@@ -11,23 +11,26 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from jaxllm.hub.compressed_tensors import pack_bits, unpack_bits
+from jaxllm.hub.stored_codes import pack_bits, unpack_bits
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import PackedWeight
-from jaxllm.quant.formats.int_groups import IntGroups
-from jaxllm.quant.grids import IntGrid
+from jaxllm.quant.codebooks import CODEBOOKS, CodebookGrid
+from jaxllm.quant.formats.code_groups import CodeGroups
+from jaxllm.quant.grids import IntGrid, MinimumGrid
 from jaxllm.quant.packing import pack_params
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("bits", "group", "contract"), [(2, 8, 1), (3, 16, 2), (4, 24, 2), (8, None, 1), (4, 5, 1)])
+@pytest.mark.parametrize(
+    ("bits", "group", "contract"), [(2, 8, 1), (3, 16, 2), (4, 24, 2), (8, None, 1), (4, 5, 1), (5, 8, 2), (7, 16, 1)]
+)
 def test_every_value_is_the_nearest_of_its_group(bits, group, contract, symmetric, rng):
     """A value is at most half a step from the weight, and the bytes are as many as the formula says."""
     weight = rng.normal(size=(3, 4, 16, 5)[2 - contract :]).astype(np.float32) + 0.3
-    form = IntGroups(IntGrid(bits, symmetric), group, -2, contract)
+    form = CodeGroups(IntGrid(bits, symmetric), group, -2, contract)
     values, scales = form.pack(jnp.asarray(weight))
     back = np.asarray(form.unpack(values, scales, jnp.float32))
     assert form.shape(values.shape) == weight.shape
@@ -51,12 +54,11 @@ def test_words_are_those_of_compressed_tensors(bits, rng):
     want = pack_to_int32(torch.from_numpy(codes.astype(np.int16) - 2 ** (bits - 1)).to(torch.int8), bits)
     np.testing.assert_array_equal(words, want.numpy())
     np.testing.assert_array_equal(unpack_bits(words, bits, 37), codes)
-    if bits in (2, 3, 4, 8):
-        form = IntGroups(IntGrid(bits))
-        whole = rng.integers(0, 2**bits, size=(32, 3), dtype=np.uint8)
-        packed = np.asarray(form.pack_codes(jnp.asarray(whole), whole.shape))
-        np.testing.assert_array_equal(packed.T, pack_bits(whole.T.copy(), bits).view(np.uint8))
-        np.testing.assert_array_equal(form.unpack_codes(jnp.asarray(packed)), whole)
+    form = CodeGroups(IntGrid(bits))
+    whole = rng.integers(0, 2**bits, size=(32, 3), dtype=np.uint8)
+    packed = np.asarray(form.pack_codes(jnp.asarray(whole), whole.shape))
+    np.testing.assert_array_equal(packed.T, pack_bits(whole.T.copy(), bits).view(np.uint8))
+    np.testing.assert_array_equal(form.unpack_codes(jnp.asarray(packed)), whole)
 
 
 def test_a_sharded_model_is_that_of_one_device(rng, float64):
@@ -85,13 +87,44 @@ def test_a_sharded_model_is_that_of_one_device(rng, float64):
 
 def test_errors_name_what_would_be_legal():
     with pytest.raises(ValueError, match="int4: 2 codes share bytes, and 7 is no multiple of 2"):
-        IntGroups(IntGrid(4)).pack(jnp.zeros((7, 3)))
+        CodeGroups(IntGrid(4)).pack(jnp.zeros((7, 3)))
     with pytest.raises(ValueError, match="bits = 9: integer codes have 2 to 8 bits"):
         IntGrid(9)
-    with pytest.raises(ValueError, match="5 bits: codes are packed in 2, 3, 4, 8 bits"):
-        IntGroups(IntGrid(5))
-    form = IntGroups(IntGrid(4), 8)
+    form = CodeGroups(IntGrid(4), 8)
     values, scales = form.pack(jnp.ones((16, 3)))
     with pytest.raises(ValueError, match="8 inputs in groups of 8 have 1 scales, not 2: the mesh splits a group"):
         form.unpack(values[:4], scales, jnp.float32)
-    assert dataclasses.replace(form, group=None).scale_axes(("embed", "mlp")) == ("embed", "mlp", None)
+    assert dataclasses.replace(form, group=None).scale_axes(("embed", "mlp")) == (None, "embed", "mlp")
+
+
+GRIDS = [IntGrid(4), IntGrid(3), IntGrid(5, False), IntGrid(8), MinimumGrid(4), CodebookGrid("nf4"),
+         CodebookGrid("nf3"), CodebookGrid("mxfp4"), CodebookGrid("fp8")]  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+@pytest.mark.parametrize(("group", "contract"), [(16, 2), (None, 1), (12, 2)])
+def test_a_matmul_with_packed_codes_is_that_of_the_dense_weight(grid, group, contract, rng, float64):
+    """Lanes, and the sums of groups times the values of code 0; groups that are shorter or cut a tuple too."""
+    weight = jnp.asarray(rng.normal(size=(3, 16, 5)) + 0.2)
+    form = CodeGroups(grid, group, -2, contract)
+    packed = PackedWeight(*form.pack(weight), form)
+    x = jnp.asarray(rng.normal(size=(2, 4, 3, 16)))
+    want = np.einsum("bsnh,nho->bso", x, np.asarray(packed.dense(jnp.float64)))
+    np.testing.assert_allclose(jax.jit(lambda x: packed.project(x, ("batch", "seq", "embed"), 2))(x), want, atol=1e-12)
+    assert np.abs(want - np.einsum("bsnh,nho->bso", x, weight)).max() > 1e-3
+
+
+@pytest.mark.parametrize("grid", GRIDS[5:], ids=lambda grid: grid.name)
+def test_levels_are_decoded_and_encoded_to_the_nearest(grid, rng):
+    """Decoding is exact for every finite code, and no level is nearer than the chosen one."""
+    levels = CODEBOOKS[grid.name]
+    codes = np.arange(levels.size, dtype=np.uint8)
+    got = np.asarray(grid.decode(jnp.asarray(codes), grid.params([jnp.ones(())])))
+    finite = np.isfinite(levels)
+    np.testing.assert_array_equal(got[finite], levels[finite])
+    x = rng.normal(size=200).astype(np.float32) * levels[finite].max() * 0.6
+    back = np.asarray(
+        grid.decode(grid.encode(jnp.asarray(x), grid.params([jnp.ones(())])), grid.params([jnp.ones(())]))
+    )
+    best = np.abs(x[:, None] - levels[finite]).min(axis=1)
+    np.testing.assert_allclose(np.abs(x - back), best, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,213 @@
+"""Codes in 2 to 8 bits, with parameters (a scale, and maybe a zero point) for each group of inputs of each column.
+
+A group is of consecutive elements along the dimensions that a matmul sums over, taken as one dimension of I inputs. The
+last group may be shorter. Codes are packed along the last of these dimensions, the first in the lowest bits: ``n``
+codes that share bytes are a tuple. Lane k of a weight has the k-th element of every tuple.
+
+Legend: I inputs, G groups, O outputs, P stored parameters of a group (scale, zero point).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from jaxllm.quant.grids import CentredGrid, Grid, GridParams
+from sharding import LogicalAxes
+
+WORDS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in range(2, 9)}
+"""Codes that are packed together, and the bytes that they take, by bits of a code."""
+
+
+@dataclass(frozen=True)
+class CodeGroups:
+    """Codes with parameters of groups, one array [..., P, G, *out] of those that the grid stores.
+
+    Attributes:
+        grid: codes and their values.
+        group: elements that share parameters; None: all inputs of a column.
+        axis: last dimension that a matmul sums over, counted from the end.
+        contract: number of dimensions that it sums over.
+    """
+
+    grid: Grid
+    group: int | None = 128
+    axis: int = -2
+    contract: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.grid.name}, {'one group' if self.group is None else f'groups of {self.group}'}"
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        codes, size = WORDS[self.grid.bits]
+        axis = self.axis % len(values)
+        return (*values[:axis], values[axis] // size * codes, *values[axis + 1 :])
+
+    def pack(self, weight: Float[Array, "..."]) -> tuple[UInt8[Array, "..."], Float[Array, "..."]]:
+        """Codes and parameters, rounded to the nearest.
+
+        Raises:
+            ValueError: the last input dimension cannot be packed into whole bytes.
+        """
+        flat = self.flatten(weight.astype(jnp.float32))
+        params = self.fit(flat)
+        codes = self.grid.encode(flat, self.spread(params, flat.shape[self.axis]))
+        return self.pack_codes(codes, weight.shape), self.join(params)
+
+    def unpack(self, values: UInt8[Array, "..."], scales: Array, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Dense weight: the value of each code in ``dtype`` but at least float32, rounded to ``dtype``."""
+        lanes = self._lanes(self.flatten(values), self.params(scales, dtype), self.grid)
+        dense = jnp.stack(lanes, axis=self.axis % lanes[0].ndim + 1)
+        return dense.reshape(self.shape(values.shape)).astype(dtype)
+
+    def terms(
+        self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: Array
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
+        """The matmul as a sum over lanes, whose weights are elementwise in the codes, so that XLA fuses them into it.
+
+        With zero points or minima, a term for the sums of groups of inputs, times the values of the
+        middle code: XLA:CPU fuses a scale, but not both.
+        """
+        params = self.params(scales, x.dtype)
+        offset = self.grid.offset(params)
+        plain = self.grid if offset is None else CentredGrid(self.grid.bits)
+        lanes = self._lanes(self.flatten(values), params, plain)
+        outs = lanes[0].shape[self.axis % lanes[0].ndim + 1 :]
+        terms = [(x[..., k :: len(lanes)], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]
+        if offset is not None:
+            runs = x.reshape(*x.shape[:-1], -1, lanes[0].shape[self.axis] * len(lanes))
+            size, groups = self.sizes(runs.shape[-1])
+            padded = jnp.pad(runs, [(0, 0)] * x.ndim + [(0, size * groups - runs.shape[-1])])
+            sums = padded.reshape(*runs.shape[:-1], groups, size).sum(-1)
+            terms.append((sums.reshape(*x.shape[:-1], -1), offset.reshape(-1, *outs).astype(x.dtype)))
+        return terms
+
+    def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
+        """Logical axes of the parameters: those of the weight, with one for all inputs, which is split like the first
+        of them.
+        """
+        first, last = self._span(len(axes))
+        return (*axes[:first], None, axes[first], *axes[last + 1 :])
+
+    def flatten(self, x: Array) -> Array:
+        """``x[..., *in, *out]`` with one dimension for all inputs."""
+        first, last = self._span(x.ndim)
+        return x.reshape(*x.shape[:first], -1, *x.shape[last + 1 :])
+
+    def fit(self, flat: Float[Array, "... I *out"]) -> GridParams:
+        """Parameters of every group, [..., G, *out]."""
+        axis = self.axis % flat.ndim
+        x = jnp.moveaxis(flat, axis, 0)
+        size, groups = self.sizes(x.shape[0])
+        # Repeating the last element of a short group changes neither its smallest nor its largest.
+        x = jnp.concatenate([x, jnp.broadcast_to(x[-1:], (size * groups - x.shape[0], *x.shape[1:]))])
+        x = x.reshape(groups, size, -1)
+        params = self.grid.fit(x)
+        back = lambda y: jnp.moveaxis(y.reshape(groups, *flat.shape[:axis], *flat.shape[axis + 1 :]), 0, axis)  # noqa: E731
+        return GridParams(back(params.scale), back(params.zero))
+
+    def sizes(self, inputs: int) -> tuple[int, int]:
+        """(size of a group, number of groups) for so many inputs."""
+        size = self.group or inputs
+        return size, -(-inputs // size)
+
+    def spread(self, params: GridParams, inputs: int) -> GridParams:
+        """Parameters of every input."""
+        return self._at(params, jnp.arange(inputs) // self.sizes(inputs)[0])
+
+    def join(self, params: GridParams) -> Float[Array, "..."]:
+        """The stored array of parameters."""
+        return jnp.stack(params[: self.grid.stored], axis=self.axis % params.scale.ndim)
+
+    def params(self, scales: Float[Array, "..."], dtype: DTypeLike) -> GridParams:
+        """Parameters of groups, in ``dtype`` but at least float32, from the stored array."""
+        wide = scales.astype(functools.reduce(jnp.promote_types, (scales.dtype, jnp.float32), dtype))
+        return self.grid.params(
+            [jax.lax.index_in_dim(wide, i, self.axis - 1, keepdims=False) for i in range(self.grid.stored)]
+        )
+
+    def pack_codes(self, codes: UInt8[Array, "..."], shape: tuple[int, ...]) -> UInt8[Array, "..."]:
+        """Packed codes of a weight of ``shape``.
+
+        Raises:
+            ValueError: the last input dimension cannot be packed into whole bytes.
+        """
+        bits, axis = self.grid.bits, self.axis % len(shape)
+        count, size = WORDS[bits]
+        if shape[axis] % count:
+            raise ValueError(
+                f"{self.grid.name}: {count} codes share bytes, and {shape[axis]} is no multiple of {count}."
+            )
+        x = codes.reshape(*shape[:axis], -1, count, *shape[axis + 1 :]).astype(jnp.int32)
+        parts = [jnp.zeros_like(jnp.take(x, 0, axis=axis + 1))] * size
+        for k in range(count):
+            byte, shift = divmod(bits * k, 8)
+            code = jnp.take(x, k, axis=axis + 1)
+            parts[byte] |= code << shift & 255
+            if shift + bits > 8:
+                parts[byte + 1] |= code >> 8 - shift
+        packed = jnp.stack(parts, axis=axis + 1)
+        return packed.reshape(*shape[:axis], -1, *shape[axis + 1 :]).astype(jnp.uint8)
+
+    def unpack_codes(self, values: UInt8[Array, "..."]) -> UInt8[Array, "..."]:
+        """Codes in the shape of the dense weight."""
+        flat = self.flatten(values)
+        lanes = [self.lane_codes(flat, k) for k in range(WORDS[self.grid.bits][0])]
+        return jnp.stack(lanes, axis=self.axis % flat.ndim + 1).reshape(self.shape(values.shape))
+
+    def lane_codes(self, flat: UInt8[Array, "..."], k: int) -> UInt8[Array, "..."]:
+        """Codes of lane k of packed values with one dimension of inputs."""
+        bits, axis = self.grid.bits, self.axis % flat.ndim
+        size = WORDS[bits][1]
+        byte, shift = divmod(bits * k, 8)
+        if size == 1:
+            return flat if bits == 8 else flat >> shift & 2**bits - 1
+        tuples = flat.reshape(*flat.shape[:axis], -1, size, *flat.shape[axis + 1 :])
+        code = jax.lax.index_in_dim(tuples, byte, axis + 1, keepdims=False) >> shift
+        if shift + bits > 8:
+            code |= jax.lax.index_in_dim(tuples, byte + 1, axis + 1, keepdims=False) << 8 - shift
+        return code & 2**bits - 1
+
+    def nbytes(self, shape: tuple[int, ...], width: int = 4) -> int:
+        """Bytes of a packed weight of ``shape``, whose parameters have ``width`` bytes each."""
+        count, size = WORDS[self.grid.bits]
+        first, last = self._span(len(shape))
+        inputs = math.prod(shape[first : last + 1])
+        return math.prod(shape) * size // count + self.grid.stored * width * self.sizes(inputs)[1] * (
+            math.prod(shape) // inputs
+        )
+
+    def _lanes(self, flat: UInt8[Array, "..."], params: GridParams, grid: Grid | CentredGrid) -> list[Array]:
+        """Values of all lanes, [..., I / n, *out] each."""
+        count, bytes_ = WORDS[self.grid.bits]
+        axis = self.axis % flat.ndim
+        inputs = flat.shape[axis] // bytes_ * count
+        size, groups = self.sizes(inputs)
+        if groups != params.scale.shape[axis]:
+            raise ValueError(
+                f"{inputs} inputs in groups of {size} have {groups} scales, not {params.scale.shape[axis]}: the mesh "
+                "splits a group; split the inputs over fewer devices."
+            )
+        lanes = [self.lane_codes(flat, k) for k in range(count)]
+        if size % count or inputs % size:
+            places = (jnp.arange(k, inputs, count) // size for k in range(count))
+            return [grid.decode(codes, self._at(params, place)) for codes, place in zip(lanes, places, strict=True)]
+        rows = (*flat.shape[:axis], groups, size // count, *flat.shape[axis + 1 :])
+        own = GridParams(*(jnp.expand_dims(x, axis + 1) for x in params))
+        return [grid.decode(codes.reshape(rows), own).reshape(codes.shape) for codes in lanes]
+
+    def _at(self, params: GridParams, place: Array) -> GridParams:
+        """Parameters of the groups ``place``."""
+        return GridParams(*(jnp.take(x, place, axis=self.axis) for x in params))
+
+    def _span(self, dims: int) -> tuple[int, int]:
+        """First and last dimension that a matmul sums over."""
+        last = self.axis % dims
+        return last - self.contract + 1, last
