@@ -183,8 +183,8 @@ class Engine:
             plain_first: with ``background``: the first programs have the plain sampler, which compiles in half the
                 time; the first request that needs the other one waits for it.
             shipped, trusted: see ``ProgramCache``.
-            layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels, keep the layers as they
-                are given.
+            layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels, keep them as they are
+                given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
 
         Raises:
@@ -203,7 +203,7 @@ class Engine:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
         if config.orders_channels and mesh is not None and mesh.size > 1:
             raise ValueError(
-                f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device: use kivi4 or int4 over a mesh."
+                f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
             )
         order = ChannelOrder(model, params) if config.orders_channels else None
         if order is not None:
