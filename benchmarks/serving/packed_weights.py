@@ -1,6 +1,6 @@
 """Decode with packed weights beside plain ones, in one run.
 
-    python -m benchmarks.serving.packed_weights [--model smollm2] [--weights packed,int4,int8] [--batches 1,16] [--json FILE]
+    python -m benchmarks.serving.packed_weights [--model smollm2] [--weights packed,int4,int8] [--batches 1,16] [--json]
 
 Formats take turns, and a round's ratio is of neighbours. "packed" are the codes of the file (GGUF, compressed-tensors,
 GPTQ, AWQ); int4, int8, nf4 and mxfp4 are rounded to after loading. The embedding, which is the head too where they are

@@ -100,7 +100,7 @@ class _Signals:
             signal.signal(number, self._remember)
 
     def wait_for(self, load: Callable[[], LLM]) -> LLM:
-        """What ``load`` returns, from a thread of its own: a signal ends the wait in the middle of a compilation.
+        """Result of ``load``, from a thread of its own: a signal ends the wait in the middle of a compilation.
 
         Raises:
             StoppedError: a signal came first.

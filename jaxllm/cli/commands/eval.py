@@ -28,10 +28,10 @@ def evaluate(argv: list[str]) -> int:
         limit: int | None = None,
         max_len: int = 2048,
         dtype: Literal["float32", "bfloat16"] | None = None,
+        weights: str = "plain",
         needle: bool = False,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
-        weights: str = "plain",
     ) -> int:
         """Measures bits per byte on the held-out split of the run's data (lower is better), or scores on --tasks.
 
@@ -46,27 +46,26 @@ def evaluate(argv: list[str]) -> int:
             limit: number of first rows of each task to use; all by default.
             max_len: maximum length of a row in tokens; longer rows are truncated from the left.
             dtype: with --tasks or --needle, compute dtype of a model from another library, float32 by default.
+            weights: with --tasks, as for `jaxllm generate`: packed, or a format to round to.
             needle: measure the KV cache instead: negative log-likelihood of held-out Shakespeare, recall of pass keys
                 hidden in it, and bytes, beside those of the full cache.
             kv_format: with --needle or --tasks: format of the KV cache: auto (the compute dtype), bf16, int8, fp8,
                 int4, bfp4, kivi4 or kivi2 (docs/serve/kv_cache.md).
             kv_keep: with --needle or --tasks: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]].
-            weights: with --tasks or --needle, as for `jaxllm generate`: packed, or a format to round to.
         """
         check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
         if needle:
-            if tasks or step is not None or limit is not None:
-                raise UsageError("--needle goes with --max-len, --dtype, --weights, --kv-format and --kv-keep only.")
-            return compare_caches(model, max_len, dtype, kv_format, kv_keep, weights)
+            if tasks or step is not None or limit is not None or weights != "plain":
+                raise UsageError("--needle goes with --max-len, --dtype, --kv-format and --kv-keep only.")
+            return compare_caches(model, max_len, dtype, kv_format, kv_keep)
         if not tasks and (kv_format, kv_keep) != ("auto", "all"):
             raise UsageError("--kv-format and --kv-keep are for --needle and --tasks.")
         if tasks:
             if step is not None:
                 raise UsageError("--step is for a run's held-out text; --tasks use the newest checkpoint.")
-            return run_tasks(
-                model, [name for name in tasks.split(",") if name], limit, max_len, dtype, kv_format, kv_keep, weights
-            )
+            names = [name for name in tasks.split(",") if name]
+            return run_tasks(model, names, limit, max_len, dtype, weights, kv_format, kv_keep)
         if limit is not None or dtype is not None or weights != "plain":
             raise UsageError("--limit, --dtype and --weights are for --tasks.")
         with processes() as group:
@@ -122,17 +121,12 @@ def evaluate(argv: list[str]) -> int:
 
 
 def compare_caches(
-    model: str,
-    max_len: int,
-    dtype: Literal["float32", "bfloat16"] | None,
-    kv_format: str,
-    kv_keep: str,
-    weights: str = "plain",
+    model: str, max_len: int, dtype: Literal["float32", "bfloat16"] | None, kv_format: str, kv_keep: str
 ) -> int:
     """Prints the quality and the bytes of a KV cache beside those of the full one."""
     from jaxllm.evals.cache_quality import MOST_TOKENS, cache_quality
 
-    loaded = load_with_progress(model, dtype, weights=weights)
+    loaded = load_with_progress(model, dtype)
     length = min(max_len, MOST_TOKENS)
     print(f"{model}, {length} tokens: NLL of held-out Shakespeare, recall of pass keys, KV cache of a sequence")
     rows = [("auto", "all"), *([] if (kv_format, kv_keep) == ("auto", "all") else [(kv_format, kv_keep)])]
@@ -155,9 +149,9 @@ def run_tasks(
     limit: int | None,
     max_len: int,
     dtype: Literal["float32", "bfloat16"] | None,
+    weights: str = "plain",
     kv_format: str = "auto",
     kv_keep: str = "all",
-    weights: str = "plain",
 ) -> int:
     """Runs tasks and prints their scores: .jsonl files one after the other, then all lm-eval tasks together."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task

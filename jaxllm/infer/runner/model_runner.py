@@ -128,8 +128,8 @@ class ModelRunner:
             ]
             return ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
 
-        sizes = digest([*config_key(config), max_len])[:8]
-        complete = f"complete-{sizes}"
+        of_sizes = digest([*config_key(config), max_len])[:8]
+        complete = f"complete-{of_sizes}"
         may_choose = layers == "auto" and self.mesh is None and not config.adapter_slots
         if may_choose and not has_unstacked_layers(params):
             compiled = cache_of(_abstract(params, apart=True)).saved_value(complete) is not None
@@ -144,7 +144,7 @@ class ModelRunner:
         self.program_cache = cache_of(self._abstract_weights)
         least = (columns + 1,) * len(groups)
         self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
-        held = f"pages-{sizes}"
+        held = f"pages-{of_sizes}"
         if config.pages is not None or (pages := self.program_cache.saved_value(held)) is None:
             pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
             self.program_cache.saved_value(held, list(pages))
