@@ -39,7 +39,18 @@ def test_a_batch_in_tiers(finished, tmp_path, capsys):
     body = {"model": "tiny", "prompt": "the sea " * 10, "max_tokens": 3}
     rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(3)]
     source.write_text("\n".join(map(json.dumps, rows)))
-    options = ("--policy", "grouped", "--kv-format", "int4", "--kv-host", "0.01", "--kv-disk", pages)
+    options = (
+        "--policy",
+        "grouped",
+        "--kv-format",
+        "int4",
+        "--kv-host",
+        "0.01",
+        "--kv-disk",
+        pages,
+        "--max-len",
+        "128",
+    )
     command = ("generate", finished / "runs" / "tiny", "--batch", source, "--out", out, "--max-sequences", "2")
     assert run(*command, *options) == 0, capsys.readouterr().err
     assert len(out.read_text().splitlines()) == 3

@@ -142,7 +142,7 @@ class BlockFloatFormat(GroupedFormat):
     """``bfp4``: block floating point: four-bit mantissas and one exponent for up to 16 channels: 4.5 bits a value.
 
     A block loses its small values to its largest one. The engine therefore reorders the channels of keys and values at
-    load, so that large ones share blocks (arXiv:2403.20137), see ``jaxllm.infer.channel_order``.
+    load, so that large ones share blocks (arXiv:2403.20137), see ``jaxllm.models.channel_order``.
     """
 
     orders_channels = True

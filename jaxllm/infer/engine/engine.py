@@ -34,7 +34,6 @@ import numpy as np
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.files import digest
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
-from jaxllm.infer.channel_order import ChannelOrder
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.candidates import CandidateSelector
@@ -64,6 +63,7 @@ from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
 from jaxllm.infer.start_progress import Listener
 from jaxllm.models import Functional
+from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
@@ -183,7 +183,8 @@ class Engine:
             plain_first: with ``background``: the first programs have the plain sampler, which compiles in half the
                 time; the first request that needs the other one waits for it.
             shipped, trusted: see ``ProgramCache``.
-            layers: see ``ModelRunner``; speculation keeps the layers as they are given.
+            layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels, keep them as they are
+                given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
 
         Raises:
@@ -200,6 +201,10 @@ class Engine:
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
+        if config.orders_channels and mesh is not None and mesh.size > 1:
+            raise ValueError(
+                f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
+            )
         order = ChannelOrder(model, params) if config.orders_channels else None
         if order is not None:
             model, params = order.model, order.fold(params)
@@ -208,10 +213,11 @@ class Engine:
                 ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
             )
         reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
+        may_choose = config.speculate is None and proposer is None and order is None
         runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
-            layers="given" if config.speculate is not None or proposer is not None else layers, progress=progress,
+            layers=layers if may_choose else "given", progress=progress,
         )  # fmt: skip
         whole = MultihostRunner(runner) if runner.spans_processes else runner
         engine = cls(

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, Functional, RopeConfig, functional
-from jaxllm.models.functional import Params
-from jaxllm.models.layers.rope import OrderedRopeConfig
+from jaxllm.models.decoder import BlockConfig, DecoderConfig
+from jaxllm.models.functional import Functional, Params, functional
+from jaxllm.models.layers.attention import AttentionConfig
+from jaxllm.models.layers.rope import OrderedRopeConfig, RopeConfig
 
 _QUERIES_AND_KEYS = ("q", "k", "q_bias", "k_bias", "prefix_keys")
 _NORMS = ("q_norm", "k_norm")
