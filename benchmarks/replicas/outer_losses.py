@@ -1,4 +1,4 @@
-"""Held-out loss of replicas with outer steps beside data parallelism: docs/curves/low_communication.json.
+"""Held-out loss of replicas with outer steps beside data parallelism: docs/train/low_communication.json.
 
     python -m benchmarks.replicas.outer_losses [STEPS [SEEDS]]    four replicas of a tiny model on the bundled text
 
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).resolve().parents[2] / "docs/curves/low_communication.json"
+FILE = Path(__file__).resolve().parents[2] / "docs/train/low_communication.json"
 REPLICAS, EVERY = 4, 30
 SETTINGS: dict[str, dict[str, Any]] = {
     "data parallelism": {},
