@@ -31,9 +31,8 @@ class PageAllocator:
         self._free = list(range(count - 1, -1, -1))
         self._found: dict[bytes, int] = {}  # hash -> page
         self._hashes: dict[int, bytes] = {}  # page -> hash
-        self.evicted: list[tuple[int, bytes]] | None = (
-            None  # (page, hash) of evicted pages, where somebody collects them
-        )
+        # (page, hash) of evicted pages, where somebody collects them.
+        self.evicted: list[tuple[int, bytes]] | None = None
         self._cached: OrderedDict[int, None] = OrderedDict()  # registered pages in no sequence, oldest first
 
     @property
