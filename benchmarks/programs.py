@@ -193,7 +193,7 @@ def engine(
     with jax.set_mesh(where), sharding.use_rules(made.rules):
         replicas = sharding.axis_size("batch")
         each, pool = (jax.NamedSharding(where, sharding.spec(*axes)) for axes in (("batch",), POOL_AXES))
-        pools = jax.eval_shape(lambda: empty_pools(made.rules, groups, (8 * columns + 1,) * len(groups), 32))
+        pools = jax.eval_shape(lambda: empty_pools(made.rules, groups, (8 * columns + 1,) * len(groups), 32, 8))
         state = jax.eval_shape(lambda: logits_processors.empty_state(8, config.vocab_size))
 
     def placed(tree: Any, place: Any, *replicated: int) -> Any:

@@ -100,7 +100,7 @@ def encoded(step, case: Case, form: PageFormat) -> PagePool:
     (layers, pages, kv, size, _), h = step.rows.shape, form.key_dim
     tokens = jnp.asarray(step.rows).swapaxes(2, 3).reshape(-1, kv, case.format.width)
     v = None if form.latent else tokens[..., h : h + form.value_dim]
-    numbers, scales, _ = form.pack(tokens[..., :h], v, jnp.float32)
+    numbers, scales, *_ = form.pack(tokens[..., :h], v, jnp.float32)
     numbers = numbers.reshape(layers, pages, size, kv, -1).swapaxes(2, 3)
     if scales is not None:
         scales = jnp.moveaxis(scales.reshape(layers, pages, size, kv, -1), 2, 4)

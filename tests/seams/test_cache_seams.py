@@ -156,6 +156,7 @@ def test_each_is_one_file_and_one_row(module, table, word):
     knows = [
         name for name in found
         if name.endswith(".py") and not Path(name).name.startswith("test_")
+        and not name.startswith("jaxllm/train/outer/")  # whose messages have an int2 of their own
         and re.search(word, (environment.ROOT / name).read_text(encoding="utf-8"), re.IGNORECASE)
     ]  # fmt: skip
     assert knows == [str(path.relative_to(environment.ROOT))]

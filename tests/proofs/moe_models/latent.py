@@ -56,7 +56,7 @@ def argument_bytes(config: DecoderConfig, pages: int, page_size: int) -> int:
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    pools = jax.eval_shape(lambda: empty_pools(model.rules, groups, (pages,), page_size))
+    pools = jax.eval_shape(lambda: empty_pools(model.rules, groups, (pages,), page_size, 1))
     cache = PagedCache(pools, (ints(1, 2, 4),), ints(1, 3), ints(1, 2), groups, decode_only=True)
 
     def step(params: Any, tokens: Any, positions: Any, cache: Any) -> Any:

@@ -145,10 +145,10 @@ def _legal_after_all(schema: Any, case: Any) -> bool:
 
 
 def _text_of(value: Any) -> Any:
-    """Field of a form as it is sent: text; the last one of several."""
-    if isinstance(value, list) and value:
-        return _text_of(value[-1])
-    return str(value) if isinstance(value, int | float | bytes) else value
+    """Field of a form as it is sent: text; the last one of several, and none of none."""
+    if isinstance(value, list):
+        return _text_of(value[-1]) if value else value
+    return str(value)
 
 
 def draw(strategy: Any, send: Any, many: int, seed: int, label: str) -> None:
