@@ -404,7 +404,14 @@ def by_shard(fn: Callable[..., Any], *arrays: Array, out: Any = None) -> Any:
         return fn(*arrays)
     specs = tuple(_spec_of(x) for x in arrays)
     names = set(split_sizes(mesh))
-    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out or specs[0], axis_names=names)(*arrays)
+
+    def cast(*shards: Array) -> Any:
+        # What each device has of an unreduced result is a part of a sum, and newer versions of JAX want to be told so.
+        found = fn(*shards)
+        parts = tuple(sorted(out.unreduced)) if isinstance(out, PartitionSpec) else ()
+        return jax.lax.pcast(found, parts, to="unreduced") if parts else found
+
+    return jax.shard_map(cast, mesh=mesh, in_specs=specs, out_specs=out or specs[0], axis_names=names)(*arrays)
 
 
 def _argument_spec(rules: Rules, mesh: AbstractMesh, x: Array, axes: LogicalAxes) -> PartitionSpec:

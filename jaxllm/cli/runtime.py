@@ -17,15 +17,25 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def processes(config: DistributedConfig | None = None) -> Iterator[ProcessGroup]:
-    """Joins the process group of a distributed job while the context is open; detects the cluster by environment."""
+def processes(config: DistributedConfig | None = None, advice: str | None = None) -> Iterator[ProcessGroup]:
+    """Joins the process group of a distributed job while the context is open; detects the cluster by environment.
+
+    Args:
+        config: time limits.
+        advice: what a user does after a process was lost; None: that of a training run.
+    """
     from jaxllm.parallel.cluster_environment import detect, tpu_metadata
     from jaxllm.parallel.distributed import running
+    from jaxllm.parallel.heartbeat import RESUME
 
     cluster = detect(os.environ, tpu_metadata)
     if cluster.processes > 1:
         print(f"joining as {cluster}", file=sys.stderr)
-    with running(cluster, config, plain=lambda error: isinstance(error, Exception) and is_user_error(error)) as group:
+
+    def plain(error: BaseException) -> bool:
+        return isinstance(error, Exception) and is_user_error(error)
+
+    with running(cluster, config, plain=plain, advice=RESUME if advice is None else advice) as group:
         yield group
 
 

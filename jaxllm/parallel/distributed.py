@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.parallel.cluster_environment import ClusterEnvironment
-from jaxllm.parallel.heartbeat import Heartbeat
+from jaxllm.parallel.heartbeat import RESUME, Heartbeat
 
 PATIENCE = 24 * 3600.0
 """Seconds to wait for a live process; when one vanishes, the heartbeat ends this process much earlier."""
@@ -30,6 +31,21 @@ class DistributedError(RuntimeError):
     """Processes that cannot run together; each of them raises it, and the message names the differences by process."""
 
     of_all = True  # every process raises it by itself, so none has to be told
+
+
+class StoppedError(DistributedError):
+    """A signal ended one process of a group; the others are told, and end as well.
+
+    Args:
+        what: what the process was doing, as in "while it loaded the model".
+        number: the signal's.
+    """
+
+    of_all = False
+
+    def __init__(self, what: str, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name} {what}.")
+        self.code = 128 + number
 
 
 @dataclass(frozen=True)
@@ -178,6 +194,7 @@ def running(
     config: DistributedConfig | None = None,
     *,
     plain: Callable[[BaseException], bool] | None = None,
+    advice: str = RESUME,
 ) -> Iterator[ProcessGroup]:
     """Context manager: joins the process group for the time of the block. Enter it before a JAX backend starts.
 
@@ -186,13 +203,14 @@ def running(
 
     Args:
         plain: whether an exception is a user error, which is printed without a stack trace.
+        advice: what a user does after another process was lost.
     """
     global _group
     if cluster.processes == 1:
         yield _group
         return
     config = config or DistributedConfig()
-    with Heartbeat(cluster, config.lost_after) as watch:
+    with Heartbeat(cluster, config.lost_after, advice) as watch:
         store = _join(cluster, config, watch)
         _group = ProcessGroup(cluster.rank, cluster.processes, store)
         watch.begin(store, socket.gethostname())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,6 +28,9 @@ EXIT = 75
 """Exit status of a process that ends because another one did: EX_TEMPFAIL, "try again"."""
 
 RESUME = "Start all processes again with the same command: the run resumes from its newest checkpoint."
+"""What to do when a training run has lost a process."""
+POLL = 1.0
+"""Seconds, at most, until a process reads that another one has ended."""
 
 _LOST = "jaxllm/lost"
 _BEAT = "jaxllm/beat"
@@ -36,7 +40,7 @@ _LAST_WORD = """
 import signal, socket, sys
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
-rank, processes, address, resume = sys.argv[1:]
+rank, processes, address, advice = sys.argv[1:]
 if sys.stdin.read().endswith("goodbye\\n"):
     sys.exit()
 why = "it was killed, or ran out of memory."
@@ -46,7 +50,7 @@ if rank != "0":
         socket.create_connection((host.strip("[]"), int(port)), 5).close()
     except OSError:
         why = f"process 0 of {processes}, at {address}, has vanished: it no longer answers."
-sys.stderr.write(f"\\nerror: process {rank} of {processes} has ended: {why} {resume}\\n")
+sys.stderr.write(f"\\nerror: process {rank} of {processes} has ended: {why} {advice}\\n")
 """
 
 
@@ -55,18 +59,20 @@ class Heartbeat:
 
     Args:
         lost_after: seconds without a heartbeat after which a process counts as lost.
+        advice: what its user does when a process was lost; ends the messages.
     """
 
-    def __init__(self, cluster: ClusterEnvironment, lost_after: float):
-        self._cluster, self._lost_after = cluster, lost_after
+    def __init__(self, cluster: ClusterEnvironment, lost_after: float, advice: str = RESUME):
+        self._cluster, self._lost_after, self._advice = cluster, lost_after, advice
         self._period = min(lost_after / 5, 5.0)
+        self._poll = min(self._period, POLL)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
         self._ending = threading.Lock()
 
     def __enter__(self) -> Heartbeat:
-        arguments = [str(self._cluster.rank), str(self._cluster.processes), self._cluster.coordinator, RESUME]
+        arguments = [str(self._cluster.rank), str(self._cluster.processes), self._cluster.coordinator, self._advice]
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _LAST_WORD, *arguments], stdin=subprocess.PIPE, text=True
         )
@@ -94,7 +100,7 @@ class Heartbeat:
         rank, processes = self._cluster.rank, self._cluster.processes
         with contextlib.suppress(Exception):
             sys.stdout.flush()
-        sys.stderr.write(f"\nerror: process {rank} of {processes}: {why} {RESUME}\n")
+        sys.stderr.write(f"\nerror: process {rank} of {processes}: {why} {self._advice}\n")
         sys.stderr.flush()
         self._goodbye()
         os._exit(status)
@@ -113,20 +119,24 @@ class Heartbeat:
         if not getattr(error, "of_all", False):  # otherwise every process raises it by itself
             self._name(f"process {rank} on {self._host} has failed: {type(error).__name__}: {error}")
         if rank == 0:
-            time.sleep(2 * self._period)  # the store dies with this process: let the others read it first
+            time.sleep(2 * self._poll)  # the store dies with this process: let the others read it first
         self._goodbye()
-        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 2
+        code = getattr(error, "code", 130 if isinstance(error, KeyboardInterrupt) else 2)
         os._exit(code if isinstance(code, int) else 2)
 
     def _run(self) -> None:
         last_seen: dict[int, tuple[str, float]] = {}
         said, count = time.monotonic(), 0
-        while not self._over.wait(self._period):
-            count += 1
+        beaten = -math.inf
+        while not self._over.wait(self._poll):
             try:
-                self._beat(count)
                 if lost := self._read_lost():
                     self.end(lost)
+                if time.monotonic() - beaten < self._period:
+                    continue
+                beaten = time.monotonic()
+                count += 1
+                self._beat(count)
                 beats = self._beats() if self._cluster.rank == 0 else {}
             except Exception as error:
                 # The store died with process 0; JAX aborts this process seconds later.
@@ -145,7 +155,7 @@ class Heartbeat:
                         f"{self._lost_after:g} s."
                     )
                     self._name(lost)
-                    time.sleep(2 * self._period)  # until the others have read it
+                    time.sleep(2 * self._poll)  # until the others have read it
                     self.end(lost)
 
     def _beat(self, count: int) -> None:

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from jaxllm.infer.embedder import Pooling
 from jaxllm.infer.llm import LLM
 from jaxllm.infer.runner.serving_mesh import spans_processes
-from jaxllm.parallel.distributed import DistributedError, ProcessGroup
+from jaxllm.parallel.distributed import DistributedError, ProcessGroup, StoppedError
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.server import backend_factory, serve
+
+LOADING = "while it loaded the model"
 
 
 def serve_group(
@@ -42,18 +46,17 @@ def serve_group(
         others: arguments of ``serve``: sockets, start and on_ready, of process 0.
 
     Raises:
-        DistributedError: the facts disagree, the mesh has not the devices of all processes, or process 0 was stopped
-            before the model was loaded, in which case no other process may wait for it.
+        DistributedError: the facts disagree, or the mesh has not the devices of all processes.
+        StoppedError: a signal came before the model was loaded: no other process may wait for this one.
         Exception: the one that kept the model from being loaded.
     """
     if group.size == 1:
         serve(config, backend_factory(load, pooling), **others)
         return
     group.agree("the server", dict(facts or {}), 300.0)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # A launcher signals all processes: process 0 drains, its server having a handler of its own, and the others end
-        # when it has ended. Uvicorn raises the signal again after it has handled it.
-        signal.signal(number, _ignored)
+    # A launcher signals all processes: process 0 drains, its server having a handler of its own, and the others end
+    # when it has ended. Uvicorn raises the signal again after it has handled it.
+    signals = _Signals()
     made: list[LLM] = []
 
     def load_over_all() -> LLM:
@@ -67,11 +70,11 @@ def serve_group(
         return llm
 
     if not group.is_leader:
-        load_over_all().engine.follow()
+        signals.wait_for(load_over_all).engine.follow()
         return
     serve(config, backend_factory(load_over_all, pooling), **others)
     if not made:
-        raise DistributedError("process 0 was stopped before it had loaded the model.")
+        raise StoppedError(LOADING, signals.last)
     made[0].engine.close()
 
 
@@ -87,5 +90,36 @@ def facts_of(model: str, mesh: str | None, sizes: Any, **others: Any) -> dict[st
     return {"model": model, "mesh": mesh, **dataclasses.asdict(sizes), **others}
 
 
-def _ignored(number: int, frame: object) -> None:
-    """Handler of a signal that another process acts upon."""
+class _Signals:
+    """SIGINT and SIGTERM of a process of the group, which are remembered and otherwise left to process 0."""
+
+    def __init__(self) -> None:
+        self.last = signal.SIGTERM
+        self._came = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def wait_for(self, load: Callable[[], LLM]) -> LLM:
+        """What ``load`` returns, from a thread of its own: a signal ends the wait in the middle of a compilation.
+
+        Raises:
+            StoppedError: a signal came first.
+            Exception: what ``load`` raises.
+        """
+        done: Future[LLM] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(load())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="jaxllm-load", daemon=True).start()
+        while not done.done():
+            if self._came.wait(0.1):
+                raise StoppedError(LOADING, self.last)
+        return done.result()
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.last = signal.Signals(number)
+        self._came.set()

@@ -108,14 +108,16 @@ def test_a_hub_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.drawn(0.3)
 def test_the_conversation_is_what_the_template_makes_of_it(tmp_path: Path) -> None:
-    """Each answer follows the whole conversation; special tokens are tokens, and stop it."""
+    """Each answer follows the whole conversation; the template's special tokens are tokens, and a message's never."""
     chat = Chat(load_model(save(tmp_path / "model", TEMPLATE)), [{"role": "system", "content": "S"}], max_tokens=6)
     first = "".join(chat.say("one"))
     assert chat.messages[1:] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}]
     ids = chat.tokens([*chat.messages, {"role": "user", "content": "<|bos|>"}])
-    text = f"system:S\n<|bos|>user:one\nassistant:{first}\n<|bos|>user:<|bos|>\nassistant:"
-    assert ids == ByteTokenizer().encode(text, specials=True).tolist()
-    assert ids.count(256) == 3
+    parts = f"system:S\n<|bos|>user:one\nassistant:{first}\n<|bos|>user:", "<|bos|>", "\nassistant:"
+    tokenizer = ByteTokenizer()
+    wanted = [tokenizer.encode(part, specials=n != 1).tolist() for n, part in enumerate(parts)]
+    assert ids == sum(wanted, [])
+    assert ids.count(256) == 2
     asked = list(chat.say("two"))
     assert len(chat.messages) == 5
     assert chat.messages[-1]["content"] == "".join(asked)

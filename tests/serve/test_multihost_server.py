@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
-from jaxllm.parallel.distributed import DistributedError, ProcessGroup
+from jaxllm.parallel.distributed import DistributedError, ProcessGroup, StoppedError
 from jaxllm.parallel.supervisor import free_port
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.multihost_server import serve_group
@@ -100,18 +101,85 @@ class Alone(ProcessGroup):
         """Agrees."""
 
 
+@pytest.fixture
+def kept_handlers():
+    """Handlers of signals are after the test what they were."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_mesh_of_one_process_is_refused_in_every_process(rank):
+def test_a_mesh_of_one_process_is_refused_in_every_process(rank, kept_handlers):
     class Engine:
         runner = type("", (), {"mesh": None})
 
     class OneDevice:
         engine = Engine()
 
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(DistributedError, match="the mesh has devices of one: give --mesh"):
+        serve_group(ServeConfig(port=0), OneDevice, Alone(rank))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_the_model_is_loaded_ends_any_process(rank, number, kept_handlers):
+    """Loading may be in a compilation that takes minutes and hears nothing."""
+    loading, forever = threading.Event(), threading.Event()
+
+    def load() -> LLM:
+        loading.set()
+        forever.wait(60)
+        raise AssertionError("nobody waits for this")
+
+    def stop() -> None:
+        loading.wait(60)
+        time.sleep(0.2)  # the server of process 0 has its handlers by now
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    began = time.monotonic()
     try:
-        with pytest.raises(DistributedError, match="the mesh has devices of one: give --mesh"):
-            serve_group(ServeConfig(port=0), OneDevice, Alone(rank))  # type: ignore[arg-type]
+        with pytest.raises(StoppedError, match=f"stopped by {number.name} while it loaded the model") as found:
+            serve_group(ServeConfig(port=0), load, Alone(rank))
     finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
-            signal.signal(number, handler)
+        thread.join()
+        forever.set()
+    assert found.value.code == 128 + number
+    assert time.monotonic() - began < 30, "it waited for the model"
+
+
+@pytest.mark.drawn(0.1)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_signal_ends_two_loading_processes(tmp_path, whole):
+    """By the launcher, or to process 1 alone, which the other one hears of. Five seconds are asked, alone."""
+    model = save(tmp_path / "model", num_hidden_layers=1)
+    process = started(tmp_path, model, "--mesh", "data=2,tensor=2", "--port", "0", *SIZES)
+    try:
+        log = tmp_path / "logs" / "process_1.log"
+        end = time.monotonic() + 100
+        while not (log.exists() and "joining as" in log.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(2)
+        if whole:
+            process.send_signal(signal.SIGTERM)
+        else:
+            os.kill(child_of(process.pid, "1"), signal.SIGTERM)
+        began = time.monotonic()
+        said, _ = process.communicate(timeout=60)
+        assert time.monotonic() - began < 20, said
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode != 0
+    assert "Traceback" not in said + log.read_text()
+
+
+def child_of(pid: int, rank: str) -> int:
+    """Process of a launcher whose rank in the group is this one."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return next(
+        int(child) for child in children if f"JAXLLM_PROCESS_ID={rank}\0" in Path(f"/proc/{child}/environ").read_text()
+    )

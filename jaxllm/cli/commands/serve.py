@@ -195,7 +195,7 @@ def serve(argv: list[str]) -> int:
             print(f"ready: {url} serves {config.name} ({done} of {total} programs{rest})", file=sys.stderr, flush=True)
 
         facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
-        with processes() as group:
+        with processes(advice="Start all processes of the server again with the same command.") as group:
             if group.size > 1 and mesh is None:
                 raise UsageError(
                     f"{group.size} processes serve one model together: give --mesh over all their devices, such as "

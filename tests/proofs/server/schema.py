@@ -26,7 +26,7 @@ from tests.serve import servers
 
 _OPEN = contextlib.ExitStack()
 atexit.register(_OPEN.close)
-LEGAL, BROKEN = 12, 5
+LEGAL, BROKEN = 5, 2
 """Legal and broken requests that a trial draws for each route; one without a body or a parameter has one request."""
 schemathesis.openapi.format("json", st.dictionaries(st.text(max_size=9), st.integers(), max_size=3).map(json.dumps))
 
