@@ -116,7 +116,7 @@ def test_the_conversation_is_what_the_template_makes_of_it(tmp_path: Path) -> No
     parts = f"system:S\n<|bos|>user:one\nassistant:{first}\n<|bos|>user:", "<|bos|>", "\nassistant:"
     tokenizer = ByteTokenizer()
     wanted = [tokenizer.encode(part, specials=n != 1).tolist() for n, part in enumerate(parts)]
-    assert ids == sum(wanted, [])
+    assert ids == [*wanted[0], *wanted[1], *wanted[2]]
     assert ids.count(256) == 2
     asked = list(chat.say("two"))
     assert len(chat.messages) == 5

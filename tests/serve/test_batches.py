@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from jaxllm.files import DataError
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.batches.batch_endpoints import PRIORITY
 from jaxllm.serve.batches.batch_journal import BatchJournal
+from jaxllm.serve.batches.batch_manager import BatchManager
+from jaxllm.serve.batches.batch_record import BatchRecord
 from jaxllm.serve.batches.offline_batch import BatchPaths, BatchProgress, open_batch, run_offline
 from tests.serve import servers
 from tests.serve.batch_features import BATCH_FEATURES, begun, ended, line, rows_of, text_of
@@ -173,3 +176,30 @@ def test_a_batch_ends_once_whatever_is_cancelled_meanwhile(tmp_path):
             done = ended(client, batch)
             assert done.status in ("completed", "cancelled")
             assert done.request_counts.completed + done.request_counts.failed == 1
+
+
+@pytest.mark.parametrize("moment", ["begin", "lines"])
+def test_a_batch_is_cancelled_between_its_begin_and_its_first_line(tmp_path, monkeypatch, moment):
+    """Both are on disk, so in a thread. A batch that had no task to cancel then answered all its lines first."""
+    reached, go_on, ready = threading.Event(), threading.Event(), threading.Event()
+    plain = {"begin": BatchRecord.begin, "lines": BatchRecord.lines.fget}[moment]
+
+    def slow(record: BatchRecord) -> Any:
+        if ready.is_set():  # not while it is created
+            reached.set()
+            go_on.wait(60)
+        return plain(record)
+
+    monkeypatch.setattr(BatchRecord, moment, slow if moment == "begin" else property(slow))
+    notify = BatchManager.notify
+    monkeypatch.setattr(BatchManager, "notify", lambda manager: (ready.set(), notify(manager)))
+    backend = servers.FixedRate(0.0, sequences=4)
+    config = ServeConfig(port=0, name="tiny", batch_dir=str(tmp_path))
+    with servers.running(servers.opener(backend), config) as (_, url), opened(url) as client:
+        batch = begun(client, [line(number, max_tokens=5) for number in range(6)])
+        assert reached.wait(60)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        go_on.set()
+        done = ended(client, batch)
+    assert done.status == "cancelled"
+    assert done.request_counts.to_dict() == {"total": 6, "completed": 0, "failed": 6}

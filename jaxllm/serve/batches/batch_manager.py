@@ -128,11 +128,12 @@ class BatchManager:
 
     async def _run(self, batch: BatchRecord) -> None:
         if not batch.cancelled and batch.seconds_left > 0:
-            if batch.status == "validating":
-                await asyncio.to_thread(batch.enter, "in_progress")
+            await asyncio.to_thread(batch.begin)
             lines = await asyncio.to_thread(lambda: batch.lines)
             task = asyncio.create_task(run_batch(lines, batch.journal, self._answer, 2 * self._slots.most))
             self._running = batch.id, task
+            if batch.cancelled:  # since the look above, when there was no task to cancel
+                task.cancel()
             try:
                 await asyncio.wait([task], timeout=batch.seconds_left)
             finally:

@@ -95,6 +95,12 @@ class BatchRecord:
         """Records a status, and the time."""
         self.journal.state(status=status, at=int(time.time()), **fields)
 
+    def begin(self) -> None:
+        """Records that its lines are worked on, unless that is known or it was cancelled first."""
+        with self._ending:
+            if self.status == "validating":
+                self.enter("in_progress")
+
     def cancel(self) -> bool:
         """Records that the batch is to be cancelled; returns False for one that has ended.
 

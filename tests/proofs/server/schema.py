@@ -34,16 +34,23 @@ schemathesis.openapi.format("json", st.dictionaries(st.text(max_size=9), st.inte
 @functools.cache
 def _served() -> tuple[str, Any]:
     """(a server's address, its schema); it lives as long as the process."""
-    folder = _OPEN.enter_context(tempfile.TemporaryDirectory())
-    config = ServeConfig(port=0, name="tiny", queue=12, tool_parser="hermes", batch_dir=folder)
-    _, url = _OPEN.enter_context(servers.running(servers.tiny_backend, config))
+    _, url = _OPEN.enter_context(servers.running(servers.tiny_backend, _config()))
     return url, schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
+@functools.cache
+def _config() -> ServeConfig:
+    """Settings with which every route answers."""
+    folder = _OPEN.enter_context(tempfile.TemporaryDirectory())
+    return ServeConfig(port=0, name="tiny", queue=12, tool_parser="hermes", batch_dir=folder)
+
+
 def _routes() -> set[tuple[str, str]]:
-    """(method, path) of all routes of the application."""
-    routes = [route for route in create_app(ServeConfig()).routes if isinstance(route, APIRoute)]
-    return {(method.lower(), one.path) for one in routes if one.include_in_schema for method in one.methods}
+    """(method, path) of all routes of the application, as the schema spells them."""
+    routes = [
+        route for route in create_app(_config()).routes if isinstance(route, APIRoute) and route.include_in_schema
+    ]
+    return {(method.lower(), one.path.replace(":path}", "}")) for one in routes for method in one.methods}
 
 
 @proof("server", count=110, sample=1, bound={"refused": 0.5, "too few": 0})

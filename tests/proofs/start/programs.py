@@ -80,9 +80,17 @@ def _tokens(engine: Engine, asked: list[dict[str, Any]]) -> list[list[list[int]]
     return [[s.tokens for s in r.sequences] for r in engines.serve(engine, asked, check=False)]
 
 
+def assert_same(found: list[list[list[int]]], want: list[list[list[int]]], asked: list[dict[str, Any]]) -> None:
+    """Equal tokens; of a request that was cancelled, as many as both have."""
+    for here, there, one in zip(found, want, asked, strict=True):
+        for these, those in zip(here, there, strict=True):
+            length = min(len(these), len(those)) if one["cancel"] is not None else None
+            assert these[:length] == those[:length]
+
+
 @proof(
     "start",
-    count=120,
+    count=48,
     sample=1,
     chunk=4,
     strategy=st.tuples(st.sampled_from(MODELS), st.sampled_from(sorted(SIZES)), st.integers(0, 2**31)),
@@ -90,7 +98,8 @@ def _tokens(engine: Engine, asked: list[dict[str, Any]]) -> list[list[list[int]]
 )
 def programs_that_arrive_late_change_no_token(example: tuple[str, str, int]) -> None:
     """Random requests in float64, while the programs arrive between random steps, in the engine's own order: the tokens
-    of an engine that has them all, no program late, and none compiled once all are loaded.
+    of an engine that has them all, no program late, and none compiled once all are loaded. A request that is cancelled
+    at some step has as many tokens as drafts were accepted until then, which depends on what shared its steps.
     """
     model, sizes, seed = example
     config, rng = SIZES[sizes], random.Random(seed)
@@ -112,7 +121,7 @@ def programs_that_arrive_late_change_no_token(example: tuple[str, str, int]) -> 
             return step()
 
         engine.step = stepping  # type: ignore[method-assign]
-        assert _tokens(engine, asked) == want
+        assert_same(_tokens(engine, asked), want, asked)
         assert min(seen) == first
         arrivals.let(2 * total)
         engine.wait_for_programs()
@@ -120,7 +129,7 @@ def programs_that_arrive_late_change_no_token(example: tuple[str, str, int]) -> 
     counts = runner.program_cache.counts  # type: ignore[union-attr]
     assert counts.late == 0
     with Compilations() as counter:
-        assert _tokens(engine, asked) == want
+        assert_same(_tokens(engine, asked), want, asked)
     assert counter.names == []
     assert counts.late == 0
     assert counts.compiled == total
