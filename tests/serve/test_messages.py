@@ -56,6 +56,13 @@ def test_feature(client, feature):
     MESSAGE_FEATURES[feature](client)
 
 
+@pytest.mark.parametrize("schema", [{}, {"properties": {}}, {"type": "string"}])
+def test_the_input_of_a_tool_is_an_object(schema):
+    with pytest.raises(ValueError, match=r"a tool's input is an object: give .*type.*object"):
+        ClientTool.model_validate({"name": "f", "input_schema": schema})
+    assert ClientTool.model_validate({"name": "f", "input_schema": {"type": "object"}}).name == "f"
+
+
 @pytest.mark.parametrize("model", PUBLISHED, ids=lambda m: m.__name__)
 def test_every_published_field_is_honoured_or_refused_by_name(model):
     published = set(PUBLISHED[model].__annotations__) - IN_HEADERS

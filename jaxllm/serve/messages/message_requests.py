@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jaxllm.serve.api.request_fields import (
     WHOLE_NUMBER,
@@ -96,11 +96,18 @@ class SystemTurn(RequestModel):
 Turn = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a tool's input, which is an object."""
+    if schema.get("type") != "object":
+        raise ValueError('a tool\'s input is an object: give {"type": "object", "properties": ...}')
+    return schema
+
+
 class ClientTool(RequestModel):
     """Tool that the client runs: a name, a description and the JSON schema of its input."""
 
     name: FunctionName
-    input_schema: dict[str, Any] = Field(
+    input_schema: Annotated[dict[str, Any], AfterValidator(_of_object)] = Field(
         json_schema_extra={"properties": {"type": {"const": "object"}}, "required": ["type"]}
     )
     type: Literal["custom"] | None = None
