@@ -55,8 +55,8 @@ for piece in llm.stream("ROMEO:", SamplingParams(max_tokens=16, seed=1)):
 
 
 def environment_of(cache: str) -> dict[str, str]:
-    """Environment of a process whose only cache is this folder, for Python's bytecode too."""
-    variables = os.environ | {"JAXLLM_CACHE": cache, "JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": f"{cache}/bytecode"}
+    """Environment of a process whose only cache is this folder; Python's bytecode is there, as pip leaves it."""
+    variables = os.environ | {"JAXLLM_CACHE": cache, "JAX_PLATFORMS": "cpu"}
     for switch in ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE"):
         variables.pop(switch, None)
     return variables
