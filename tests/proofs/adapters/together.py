@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from jaxllm.train.run import build_value_and_grad
 from jaxllm.train.run_model import saved_params
 from jaxllm.train.together.shared_base import LoadedOnce, start_together
 from jaxllm.train.together.together_step import joint_step
-from tests import tiny
+from tests import environment, tiny
 from tests.proofs.harness import proof
 from tests.train import runs
 
@@ -36,7 +39,7 @@ METHODS: dict[str, AdapterConfig] = {
     "mixlora": AdapterConfig("mixlora", experts=4, **WEIGHTS),
     "pesc": AdapterConfig("pesc", experts=4, width=6, **WEIGHTS),
 }
-MESHES = ("data=2,fsdp=4", "data=4,tensor=2", "data=2,fsdp=2,tensor=2", "data=4,stage=2", "data=4,context=2")
+MESHES = ("data=2,fsdp=4", "data=4,tensor=2", "data=4,stage=2", "data=4,context=2")
 MEASURES = ("loss", "grad_norm", "learning_rate")
 CASES = [
     *((kind, "data=8") for kind in METHODS),
@@ -45,39 +48,65 @@ CASES = [
 ]
 
 
-def runs_of(folder: Path, kind: str, mesh: str, **fields: Any) -> list[RunConfig]:
-    """Three runs of one base in ``folder``, which differ in seed, data, learning rate and optimizer."""
-    base = folder / "base"
-    whole = runs.run_config(
-        base, model=MODEL, mesh=mesh, batch_size=16, seq_len=32, steps=4, accumulate=2, every=2, log_every=100
+@functools.cache
+def base_run() -> Path:
+    """Directory of a folder with the run that all start from, and a second text."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    train(run_config(folder, "data=8", steps=2))
+    runs.write_text(folder / "other", documents=50)
+    return folder
+
+
+def run_config(folder: Path, mesh: str, **fields: Any) -> RunConfig:
+    """A run in float64 on the text of ``folder``."""
+    return runs.run_config(
+        folder,
+        model=MODEL,
+        mesh=mesh,
+        batch_size=16,
+        seq_len=32,
+        heldout_fraction=0.0,
+        accumulate=2,
+        every=2,
+        log_every=100,
+        **fields,
     )
-    if not (base / "runs/tiny").exists():
-        train(dataclasses.replace(whole, mesh="data=8"))
-        runs.write_text(folder / "other", documents=50)
-    own = {"init_from": str(base / "runs/tiny"), "adapter": METHODS[kind], "steps": 6, "out": str(folder / "runs")}
-    config = dataclasses.replace(whole, **own | fields)
-    lion = OptimConfig(ScheduleConfig("constant", 1e-3), kind="lion", clip_norm=0.5)
-    adamw = OptimConfig(ScheduleConfig(peak=3e-3), weight_decay=0.2)
+
+
+def runs_of(out: Path, kind: str, mesh: str) -> list[RunConfig]:
+    """Two runs of one base, which differ in seed, data, learning rate and optimizer."""
+    folder = base_run()
+    adapted = {"init_from": str(folder / "runs/tiny"), "adapter": METHODS[kind], "steps": 4, "out": str(out)}
+    config = run_config(folder, mesh, **adapted)
     other = dataclasses.replace(config.data, source=str(folder / "other/text.txt"), seed=4)
+    # Not Lion, which makes whole steps of the rounding of gradients that are zero, as those of mixlora's router are at
+    # the start, whatever program they come from.
+    adan = OptimConfig(ScheduleConfig("constant", 1e-3), kind="adan", clip_norm=0.5)
     return [
         dataclasses.replace(config, name="one"),
-        dataclasses.replace(config, name="two", seed=3, optim=adamw),
-        dataclasses.replace(config, name="three", seed=9, data=other, optim=lion),
+        dataclasses.replace(config, name="two", seed=9, data=other, optim=adan),
     ]
 
 
+def moved(x: jax.Array) -> jax.Array:
+    """A parameter of an adapter after some training: factors that are zero at the start have gradients of zero."""
+    return x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype, out_sharding=x.sharding)
+
+
 def gradient_error(configs: list[RunConfig]) -> float:
-    """Largest error of loss and gradients of the runs' first step together, less those of each run alone."""
+    """Largest error of loss and gradients of the runs together, less those of each alone, after some training."""
     initial = LoadedOnce(configs[0])
     prepared = [Run(config, init_model=initial.model) for config in configs]
     one, error = prepared[0], 0.0
     grads, saved = build_value_and_grad(one.config, one.model, one.mesh), saved_params(one.config, one.model)
-    together = joint_step(grads, [lambda state, batch, gradients: (state, gradients)] * 3, saved)
+    together = joint_step(grads, [lambda state, batch, gradients: (state, gradients)] * 2, saved)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(one.mesh))
         savers = [stack.enter_context(run.saver()) for run in prepared]
         base, states, _ = start_together(prepared, savers, initial)
+        states = tuple(dataclasses.replace(state, params=jax.tree.map(moved, state.params)) for state in states)
         batches = tuple(run.put_batch(run.data.train.batch_at(1)) for run in prepared)
-        stack.enter_context(jax.set_mesh(one.mesh))
         found, alone = jax.jit(together)(base, states, batches)[1], jax.jit(grads)
         for run, state, batch, (sums, got) in zip(prepared, states, batches, found, strict=True):
             assert run.base is not None
@@ -102,39 +131,44 @@ def results(directory: Path) -> tuple[np.ndarray, Any]:
     float64=True,
 )
 def runs_together_are_each_alone(case: tuple[str, str]) -> dict[str, float]:
-    """Gradients, loss curves, and adapters with their optimizer states after six steps, of three runs in one step.
+    """Gradients, loss curves, and adapters with their optimizer states after four steps, of two runs in one step.
 
     The runs differ in seed, data, learning rate and optimizer.
     """
     kind, mesh = case
-    with tempfile.TemporaryDirectory() as name, runs.shared_programs():
+    with tempfile.TemporaryDirectory() as name, runs.shared_programs(), environment.optimized(enabled=False):
         folder = Path(name)
-        gradients = gradient_error(runs_of(folder, kind, mesh, out=str(folder / "gradients")))
-        configs = runs_of(folder, kind, mesh)
+        gradients = gradient_error(runs_of(folder / "gradients", kind, mesh))
+        configs = runs_of(folder / "runs", kind, mesh)
         assert all(result.complete for result in train_together(configs))
         curves = states = 0.0
         for config in configs:
             alone = train(dataclasses.replace(config, out=str(folder / "alone"))).directory
             (rows, leaves), (wanted, others) = (results(path) for path in (folder / "runs" / config.name, alone))
             curves = max(curves, float(np.abs(rows / wanted - 1).max()))
-            assert len(rows) == 6
+            assert len(rows) == 4
             assert leaves.keys() == others.keys()
             numbers = [path for path, leaf in others.items() if np.issubdtype(leaf.dtype, np.number)]
             states = max(states, *(tiny.leaf_error(leaves[path], others[path]) for path in numbers))
     return {"gradients": gradients, "curves": curves, "states": states}
 
 
-@proof("adapters", cases=[("lora", "data=8"), ("mixlora", "data=2,fsdp=4"), ("dora", "data=4,tensor=2")], sample=1)
+@proof(
+    "adapters",
+    cases=[("lora", "data=8"), ("mixlora", "data=2,fsdp=4"), ("dora", "data=4,tensor=2")],
+    sample=1,
+    float64=True,
+)
 def runs_together_resume_bitwise(case: tuple[str, str]) -> None:
-    """Three runs in one step, stopped by a signal and started again: every loss and every value of their states."""
+    """Two runs in one step, stopped by a signal and started again: every loss and every value of their states."""
     kind, mesh = case
-    with tempfile.TemporaryDirectory() as name, runs.shared_programs():
+    with tempfile.TemporaryDirectory() as name, runs.shared_programs(), environment.optimized(enabled=False):
         folder = Path(name)
-        whole, parts = (runs_of(folder, kind, mesh, out=str(folder / out)) for out in ("whole", "parts"))
+        whole, parts = (runs_of(folder / out, kind, mesh) for out in ("whole", "parts"))
         train_together(whole)
         with pytest.MonkeyPatch.context() as patch:
-            runs.signal_at(patch, 3)
-            assert [result.steps for result in train_together(parts)] == [4] * 3
+            runs.signal_at(patch, 1)
+            assert [result.steps for result in train_together(parts)] == [2] * 2
         assert all(result.complete for result in train_together(parts))
         for config in whole:
             (rows, leaves), (wanted, others) = (results(folder / out / config.name) for out in ("parts", "whole"))
