@@ -91,7 +91,12 @@ def runs_of(out: Path, kind: str, mesh: str) -> list[RunConfig]:
 
 def moved(x: jax.Array) -> jax.Array:
     """A parameter of an adapter after some training: factors that are zero at the start have gradients of zero."""
-    return x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype, out_sharding=x.sharding)
+    return x + 0.1 * jax.random.normal(
+        jax.random.key(x.size),
+        x.shape,
+        x.dtype,
+        out_sharding=x.sharding,  # type: ignore[arg-type]
+    )
 
 
 def gradient_error(configs: list[RunConfig]) -> float:
