@@ -111,4 +111,18 @@ MUTANTS = [
         ("    for link in reversed(links):\n        step = step if link.wrap is None else link.wrap(step)\n"),
         ("tests/train/test_step_chain.py::test_links_are_applied_in_order_the_first_one_innermost",),
     ),
+    Mutant(
+        "runs_together_take_the_first_ones_gradients",
+        "jaxllm/train/together/together_step.py",
+        "lambda x, number=number: x[number], found",
+        "lambda x, number=number: x[0], found",
+        ("tests/peft/test_together.py::test_each_run_is_as_trained_alone",),
+    ),
+    Mutant(
+        "runs_together_keep_later_checkpoints",
+        "jaxllm/train/together/shared_base.py",
+        "            saver.set_aside_after(max(common))\n",
+        "            pass\n",
+        ("tests/peft/test_together.py::test_they_resume_bitwise",),
+    ),
 ]
