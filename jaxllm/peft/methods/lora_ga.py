@@ -72,7 +72,8 @@ class LoraGaWeight:
 
     def project(self, x: Float[Array, "B S *in"], out: LogicalAxes, contract: int) -> Float[Array, "B S *out"]:
         """Matmul with the base, plus the activations through the factors."""
-        return LoraWeight(self.base, self.factors).project(x, out, contract)
+        # Not through the joined factors: JAX does not batch a concatenation of arrays whose gradients are partial sums.
+        return LoraWeight(self.base, self.low_rank).project(x, out, contract) - self.initial.project(x, out)
 
     def grouped_matmul(self, rows: Float[Array, "M D"], sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
         """Refuses: experts have no single gradient."""

@@ -33,7 +33,8 @@ BLOCK = BlockConfig(AttentionConfig(heads=4, kv_heads=2, head_dim=16), MlpConfig
 MODEL = DecoderConfig(vocab_size=280, embed_dim=64, layers=1, pattern=(BLOCK,), dtype="float64", param_dtype="float64")
 WEIGHTS = {"rank": 3, "alpha": 5.0, "targets": ("*",)}
 METHODS: dict[str, AdapterConfig] = {
-    **{kind: AdapterConfig(kind, **WEIGHTS) for kind in ("lora", "rslora", "dora", "qlora", "lora_ga", "longlora")},
+    **{kind: AdapterConfig(kind, **WEIGHTS) for kind in ("lora", "rslora", "dora", "lora_ga", "longlora")},
+    "qlora": AdapterConfig("qlora", rank=3, alpha=5.0, targets=("q,k,v", "mlp")),  # heads are narrower than its blocks
     "prefix": AdapterConfig("prefix", tokens=4),
     "prompt": AdapterConfig("prompt", tokens=4),
     "mixlora": AdapterConfig("mixlora", experts=4, **WEIGHTS),
@@ -49,11 +50,12 @@ CASES = [
 
 
 @functools.cache
-def base_run() -> Path:
+def base_run(layers: int) -> Path:
     """Directory of a folder with the run that all start from, and a second text."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    train(run_config(folder, "data=8", steps=2))
+    run = run_config(folder, "data=8", steps=2)
+    train(dataclasses.replace(run, model=dataclasses.replace(MODEL, layers=layers)))
     runs.write_text(folder / "other", documents=50)
     return folder
 
@@ -62,7 +64,7 @@ def run_config(folder: Path, mesh: str, **fields: Any) -> RunConfig:
     """A run in float64 on the text of ``folder``."""
     return runs.run_config(
         folder,
-        model=MODEL,
+        model=dataclasses.replace(MODEL, layers=2 if "stage" in mesh else 1),
         mesh=mesh,
         batch_size=16,
         seq_len=32,
@@ -76,7 +78,7 @@ def run_config(folder: Path, mesh: str, **fields: Any) -> RunConfig:
 
 def runs_of(out: Path, kind: str, mesh: str) -> list[RunConfig]:
     """Two runs of one base, which differ in seed, data, learning rate and optimizer."""
-    folder = base_run()
+    folder = base_run(2 if "stage" in mesh else 1)
     adapted = {"init_from": str(folder / "runs/tiny"), "adapter": METHODS[kind], "steps": 4, "out": str(out)}
     config = run_config(folder, mesh, **adapted)
     other = dataclasses.replace(config.data, source=str(folder / "other/text.txt"), seed=4)
