@@ -59,10 +59,30 @@ class WeightFormat(Protocol):
 
 @runtime_checkable
 class FusedFormat(Protocol):
-    """Format whose matmul is a sum of matmuls with weights that XLA unpacks within them, on one device."""
+    """Format whose matmul is a sum of matmuls with weights that XLA unpacks within them."""
 
     def terms(self, x: Float[Array, "... I"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
         """Activations and weights, with one dimension of inputs, whose products' sum is that of the dense weight."""
+        ...
+
+
+@runtime_checkable
+class ActivationFormat(Protocol):
+    """Format whose matmul rounds the activations too."""
+
+    def round_activations(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
+        """The values that activations have when they are multiplied."""
+        ...
+
+    def multiply(
+        self, x: Float[Array, "... I"], values: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]
+    ) -> Float[Array, "..."]:
+        """Matmul of one device's tokens and inputs, in at least float32.
+
+        Args:
+            over: mesh axes that the inputs are split over.
+            tokens: mesh axes that the tokens are split over.
+        """
         ...
 
 
@@ -109,22 +129,31 @@ class PackedWeight:
         return sharding.by_shard(unpack, self.values, self.scales)
 
     def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
-        """Matmul with the dequantised weight.
+        """Matmul with the dequantised weight, or of rounded activations in integers where the format says so.
 
-        On one device XLA unpacks it within the matmul: for few rows the dense weight is never written.
+        Every device multiplies its shard, which XLA unpacks within the matmul: for few rows the dense weight is never
+        written.
         """
-        mesh = sharding.current_mesh()
-        if not isinstance(self.format, FusedFormat) or (mesh is not None and mesh.size > 1):
+        form = self.format
+        if not isinstance(form, ActivationFormat | FusedFormat):
             return sharding.project(x, self.dense(x.dtype), out, contract=contract)
-        terms = self.format.terms(x.reshape(*x.shape[: x.ndim - contract], -1), self.values, self.scales)
-        parts = [sharding.project(part, weight, out, multiply=_wide_dot) for part, weight in terms]
-        return functools.reduce(operator.add, parts).astype(x.dtype)
+
+        def multiply(x: Array, values: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]) -> Array:
+            rows = x.reshape(*x.shape[: x.ndim - contract], -1)
+            if isinstance(form, ActivationFormat):
+                return form.multiply(rows, values, scales, over, tokens)
+            parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
+            return functools.reduce(operator.add, parts)
+
+        return sharding.project_by_shard(multiply, x, (self.values, self.scales), out, contract).astype(x.dtype)
 
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
 
         At a time: as many experts as fit ``DEQUANTISED_BYTES``; one if there are fewer rows than experts (decode).
         """
+        if isinstance(self.format, ActivationFormat):
+            rows = self.format.round_activations(rows)
         experts, inner, columns = self.shape
         most = max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize)) if rows.shape[0] > experts else 1
         chunk = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
@@ -146,11 +175,10 @@ class PackedWeight:
         return jax.lax.fori_loop(0, experts // chunk, some, out)
 
 
-def _wide_dot(x: Array, w: Array, contract: int, there: Any) -> Array:
-    """Matmul whose result is in at least float32, because terms are summed before they are rounded."""
-    over = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    wide = at_least_f32(x.dtype)
-    return jax.lax.dot_general(x, w, (over, ((), ())), preferred_element_type=wide, out_sharding=there)
+def _wide_dot(x: Array, w: Array) -> Array:
+    """Matmul ``x[..., I] @ w[I, *out]`` in at least float32, because terms are summed before they are rounded."""
+    y = jnp.matmul(x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1), preferred_element_type=at_least_f32(x.dtype))
+    return y.reshape(*x.shape[:-1], *w.shape[1:])
 
 
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:

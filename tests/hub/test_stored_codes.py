@@ -144,7 +144,7 @@ def test_groups_of_inputs_that_are_not_neighbours_are_dequantised(rng):
 def test_values_of_compressed_tensors(kind, rng):
     """Float8, int8 and MXFP4 are what compressed-tensors' own decompressors make of the arrays, plain and packed."""
     rows, columns = 16, 64
-    entry = config_entry(IntScheme(8, None, True), [], "fp8" if kind == "int8" else kind)
+    entry = config_entry([IntScheme(8, None, True)], [], "fp8" if kind == "int8" else kind)
     if kind == "int8":
         entry["format"] = "int-quantized"
         entry["config_groups"]["group_0"]["weights"] |= {"type": "int"}

@@ -85,6 +85,25 @@ def test_a_sharded_model_is_that_of_one_device(rng, float64):
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=1e-10)
 
 
+def test_gradients_of_activations_on_a_mesh_are_those_of_the_dense_weight(rng, float64):
+    """Inputs split over devices, and a result that is split over the same ones: partial sums are reduce-scattered."""
+    built = MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    form = CodeGroups(IntGrid(4), 8, -2)
+    values, scales = form.pack(jnp.asarray(rng.normal(size=(32, 6))))
+    dense = np.asarray(form.unpack(values, scales, jnp.float64))
+    x, cotangent = rng.normal(size=(4, 2, 32)), rng.normal(size=(4, 2, 6))
+    with jax.set_mesh(built):
+        place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(built, jax.P(*spec)))  # noqa: E731
+        split = PackedWeight(place(values, "tensor", None), place(scales, None, "tensor", None), form)
+        for out in (("batch", None, None), ("batch", "residual_seq", None)):
+            y, back = jax.vjp(
+                jax.jit(lambda x, out=out: split.project(x, out, 1)), place(jnp.asarray(x), "fsdp", None, "tensor")
+            )
+            np.testing.assert_allclose(y, x @ dense, rtol=0, atol=1e-12)
+            (dx,) = back(jax.device_put(jnp.asarray(cotangent), y.sharding))
+            np.testing.assert_allclose(dx, cotangent @ dense.T, rtol=0, atol=1e-12)
+
+
 def test_errors_name_what_would_be_legal():
     with pytest.raises(ValueError, match="int4: 2 codes share bytes, and 7 is no multiple of 2"):
         CodeGroups(IntGrid(4)).pack(jnp.zeros((7, 3)))

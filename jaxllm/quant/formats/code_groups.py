@@ -83,7 +83,7 @@ class CodeGroups:
         terms = [(x[..., k :: len(lanes)], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]
         if offset is not None:
             runs = x.reshape(*x.shape[:-1], -1, lanes[0].shape[self.axis] * len(lanes))
-            size, groups = self.sizes(runs.shape[-1])
+            size, groups = self.stored_sizes(runs.shape[-1], offset.shape[self.axis])
             padded = jnp.pad(runs, [(0, 0)] * x.ndim + [(0, size * groups - runs.shape[-1])])
             sums = padded.reshape(*runs.shape[:-1], groups, size).sum(-1)
             terms.append((sums.reshape(*x.shape[:-1], -1), offset.reshape(-1, *outs).astype(x.dtype)))
@@ -117,6 +117,23 @@ class CodeGroups:
         """(size of a group, number of groups) for so many inputs."""
         size = self.group or inputs
         return size, -(-inputs // size)
+
+    def stored_sizes(self, inputs: int, stored: int) -> tuple[int, int]:
+        """``sizes`` of a weight with so many ``stored`` groups: one for each shard that was packed by itself, where all
+        inputs share a scale.
+
+        Raises:
+            ValueError: there are not as many groups as the inputs have.
+        """
+        if self.group is None and stored and inputs % stored == 0:
+            return inputs // stored, stored
+        size, groups = self.sizes(inputs)
+        if groups != stored:
+            raise ValueError(
+                f"{inputs} inputs in groups of {size} have {groups} scales, not {stored}: the mesh "
+                "splits a group; split the inputs over fewer devices."
+            )
+        return size, groups
 
     def spread(self, params: GridParams, inputs: int) -> GridParams:
         """Parameters of every input."""
@@ -189,12 +206,7 @@ class CodeGroups:
         count, bytes_ = WORDS[self.grid.bits]
         axis = self.axis % flat.ndim
         inputs = flat.shape[axis] // bytes_ * count
-        size, groups = self.sizes(inputs)
-        if groups != params.scale.shape[axis]:
-            raise ValueError(
-                f"{inputs} inputs in groups of {size} have {groups} scales, not {params.scale.shape[axis]}: the mesh "
-                "splits a group; split the inputs over fewer devices."
-            )
+        size, groups = self.stored_sizes(inputs, params.scale.shape[axis])
         lanes = [self.lane_codes(flat, k) for k in range(count)]
         if size % count or inputs % size:
             places = (jnp.arange(k, inputs, count) // size for k in range(count))
