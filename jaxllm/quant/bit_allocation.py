@@ -1,8 +1,8 @@
 """Bits by layer: a budget of bits is spent where it lowers the error most (greedy mixed precision, arXiv:2401.14895).
 
-In each step the layer whose error falls most for the bytes that it costs gets more bits, or the one whose error rises
-least for what it saves gets fewer, until the budget is met. Both directions are tried, and uniform bits with steps up
-from there. MPTQ-ViT measures a layer's error by the model's results; here it is the error of the layer's own results.
+In each step the layer whose error falls most for the bytes that it costs gets more bits, until no step fits the budget.
+Layers begin with the fewest bits, or with the most that all can have, and the better of the two ends is taken. MPTQ-ViT
+measures a layer's error by the model's results; here it is the error of the layer's own results.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ def allocate_bits(layers: Sequence[LayerErrors], budget: float) -> list[int]:
         raise ValueError(f"a budget of {budget:g} bits is below {choices[0]}, the fewest bits of a layer.")
     most = int(budget * sum(layer.weights for layer in layers) + 1e-6)
     uniform = max(n for n in choices if n <= budget)
-    found = [
-        _with_more(layers, bits, most)
-        for bits in ([choices[0]] * len(layers), _with_fewer(layers, most), [uniform] * len(layers))
-    ]
+    found = [_with_more(layers, [begin] * len(layers), most) for begin in (choices[0], uniform)]
     return min(found, key=lambda bits: total_error(layers, bits))
 
 
@@ -67,20 +64,6 @@ def _with_more(layers: Sequence[LayerErrors], bits: list[int], most: int) -> lis
             return bits
         left -= (more - bits[i]) * layers[i].weights
         bits[i] = more
-
-
-def _with_fewer(layers: Sequence[LayerErrors], most: int) -> list[int]:
-    """From the most bits, fewer where they raise the error least for what they save, until the bits fit."""
-    bits = [max(layer.error) for layer in layers]
-    while _size(layers, bits) > most:
-        _, i, fewer = min(
-            ((layer.error[fewer] - layer.error[have]) / (have - fewer) / layer.weights, i, fewer)
-            for i, (layer, have) in enumerate(zip(layers, bits, strict=True))
-            for fewer in layer.error
-            if fewer < have
-        )
-        bits[i] = fewer
-    return bits
 
 
 def _size(layers: Sequence[LayerErrors], bits: Sequence[int]) -> int:

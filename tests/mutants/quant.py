@@ -112,7 +112,7 @@ MUTANTS = [
         "greedy_bits_by_error_alone",
         "jaxllm/quant/bit_allocation.py",
         "(layer.error[have] - layer.error[more]) / (more - have) / layer.weights, i, more",
-        "layer.error[more] - layer.error[have], i, more",
+        "layer.error[have] - layer.error[more], i, more",
         ("tests/quant/test_bit_allocation.py",),
     ),
 ]

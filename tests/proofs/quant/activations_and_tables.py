@@ -29,7 +29,7 @@ from tests.quant.test_gptq import drawn
 from tests.quant.test_int8_activations import integer_reference
 
 
-@proof("quant", count=100, sample=2, bound={"fitted": 1.0, "worst_column": 1.0, "solved": 1.0}, float64=True)
+@proof("quant", count=60, sample=1, bound={"fitted": 1.0, "worst_column": 1.0, "solved": 1.0}, float64=True)
 def learned_scales_beat_normal_float(seed: int) -> dict[str, float]:
     """Squared errors over those of NF4 or NF3, whose scale is the largest magnitude: of weights that are fitted, of the
     column that gains least, and of the results of scales that are solved for. Weights are normal, heavy-tailed or both.
@@ -84,7 +84,7 @@ def learned_scales_of_smollm2(name: str) -> dict[str, float]:
     return {"all": float(learned.sum() / plain.sum()), "worst_matrix": float((learned / plain).max())}
 
 
-@proof("quant", count=200, sample=3, bound={"product": 1e-13, "rounded": 1e-12}, float64=True)
+@proof("quant", count=100, sample=2, bound={"product": 1e-13, "rounded": 1e-12}, float64=True)
 def products_of_rounded_activations_are_integers(seed: int) -> dict[str, float]:
     """Products over sums of integers in numpy, relative to the largest; and rounded activations times the weight."""
     rng = np.random.default_rng(seed)
@@ -92,10 +92,11 @@ def products_of_rounded_activations_are_integers(seed: int) -> dict[str, float]:
     group = None if rng.random() < 0.3 else 2 * int(rng.integers(1, heads * width))
     outputs, tokens = int(rng.integers(1, 40)), int(rng.integers(1, 9))
     form = Int8Activations(IntGrid(bits), group, -2, 2)
-    packed = PackedWeight(*form.pack(jnp.asarray(rng.normal(size=(heads, width, outputs)))), form)
+    packed = PackedWeight(*jax.jit(form.pack)(jnp.asarray(rng.normal(size=(heads, width, outputs)))), form)
     codes = np.asarray(form.unpack_codes(packed.values)).reshape(-1, outputs).astype(np.int64) - 2 ** (bits - 1)
     x = rng.standard_t(3, size=(1, tokens, heads * width)) * 10.0 ** rng.integers(-4, 4, (1, tokens, 1))
-    got = packed.project(jnp.asarray(x).reshape(1, tokens, heads, width), (None, None, None), 2)
+    multiply = jax.jit(lambda x: packed.project(x, (None, None, None), 2))
+    got = multiply(jnp.asarray(x.reshape(1, tokens, heads, width)))
     want = integer_reference(x, codes, np.asarray(packed.scales, np.float64)[0], group or heads * width)
     rounded = np.asarray(form.round_activations(jnp.asarray(x))) @ np.asarray(packed.dense(jnp.float64)).reshape(
         -1, outputs
@@ -104,20 +105,20 @@ def products_of_rounded_activations_are_integers(seed: int) -> dict[str, float]:
     return {"product": float(np.abs(got - want).max()) / most, "rounded": float(np.abs(rounded - want).max()) / most}
 
 
-@proof("quant", count=200, sample=3, bound={"definition": 1e-13, "of_plain_int8": 0.5}, float64=True)
+@proof("quant", count=100, sample=2, bound={"definition": 1e-13, "of_plain_int8": 0.5}, float64=True)
 def outlier_columns_are_their_definition(seed: int) -> dict[str, float]:
     """The decomposition over numpy's, relative to the largest; its error over that of plain int8, with outliers."""
     rng = np.random.default_rng(seed)
     inputs, outputs, tokens = int(rng.integers(8, 200)), int(rng.integers(16, 60)), int(rng.integers(2, 20))
     form = OutlierColumns(IntGrid(8), None, -2, 1)
-    packed = PackedWeight(*form.pack(jnp.asarray(rng.normal(size=(inputs, outputs)))), form)
+    packed = PackedWeight(*jax.jit(form.pack)(jnp.asarray(rng.normal(size=(inputs, outputs)))), form)
     codes = np.asarray(form.unpack_codes(packed.values)).astype(np.int64) - 128
     scales = np.asarray(packed.scales, np.float64)[0]
     x = np.clip(rng.normal(size=(1, tokens, inputs)), -3, 3)
     places = rng.choice(inputs, int(rng.integers(1, max(2, inputs // 4))), replace=False)
     x[:, :, places] += rng.choice([-1, 1], places.size) * rng.uniform(20, 80, places.size)
     outliers = np.isin(np.arange(inputs), places)
-    got = np.asarray(packed.project(jnp.asarray(x), (None, None, None), 1))
+    got = np.asarray(jax.jit(lambda x: packed.project(x, (None, None, None), 1))(jnp.asarray(x)))
     dense = codes * scales
     kept = np.where(outliers, x, 0) @ dense
     want = integer_reference(np.where(outliers, 0, x), codes, scales, inputs) + kept
@@ -129,18 +130,21 @@ def outlier_columns_are_their_definition(seed: int) -> dict[str, float]:
     }
 
 
-@proof("quant", count=200, sample=3, bound={"of_least": 2.0, "of_uniform": 1.0})
-def greedy_bits_are_nearly_the_best(seed: int) -> dict[str, float]:
-    """The error of greedy bits over that of the best of all choices, and over that of uniform bits."""
+@proof("quant", count=200, sample=3, bound={"of_least": 1 + 1e-12, "of_uniform": 1.0})
+def greedy_bits_are_the_best(seed: int) -> dict[str, float]:
+    """The error of greedy bits over that of the best of all choices, for layers of one size; and over that of uniform
+    bits, for layers of any.
+    """
     rng = np.random.default_rng(seed)
-    layers = drawn_layers(rng, int(rng.integers(2, 7)), (100, 150, 400))
-    budget = float(rng.choice([2.5, 3, 3.5, 4, 5]))
-    error = total_error(layers, allocate_bits(layers, budget))
-    uniform = max(n for n in layers[0].error if n <= budget)
-    return {
-        "of_least": error / least_error(layers, budget),
-        "of_uniform": error / total_error(layers, [uniform] * len(layers)),
-    }
+    found = {}
+    for name, sizes in (("of_least", (100,)), ("of_uniform", (100, 150, 400))):
+        layers = drawn_layers(rng, int(rng.integers(2, 7)), sizes)
+        budget = float(rng.choice([2.5, 3, 3.5, 4, 4.7]))
+        error = total_error(layers, allocate_bits(layers, budget))
+        uniform = max(n for n in layers[0].error if n <= budget)
+        least = least_error(layers, budget) if name == "of_least" else total_error(layers, [uniform] * len(layers))
+        found[name] = error / least
+    return found
 
 
 MESHES = ["fsdp=4", "tensor=2", "fsdp=2,tensor=2", "data=2,fsdp=2,tensor=2", "data=4,tensor=2"]
