@@ -16,6 +16,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
+from jaxllm.cli.commands.quantise import quantise as command
 from jaxllm.convert import quantise as quantising
 from jaxllm.convert.quantise import QuantiseConfig, quantise
 from jaxllm.hub import HubError, load_hf, open_source
@@ -240,6 +241,24 @@ def test_smoothing_changes_no_result(norms, rng, float64):
     changed = jax.tree.unflatten(jax.tree.structure(group), list(flat.values()))
     assert float(jnp.abs(flat["attention/o"] - group["0"]["attention"]["o"]).max()) > 0.01
     np.testing.assert_allclose(run(changed), run(group), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["int4_g16", "int3_g16_asym", "lut4_g16", "w8a8", "w4a8_g16", "llm_int8", "fp8"])
+def test_the_command_knows_the_formats(form, source, tmp_path, capsys):
+    assert command([str(source), str(tmp_path / "out"), "--format", form, "--method", "rtn"]) == 0
+    assert "mlp/down" in capsys.readouterr().out
+    kinds = {"lut4_g16": "lookup-table", "llm_int8": "bitsandbytes"}
+    given = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert given["quant_method"] == kinds.get(form, "compressed-tensors")
+    report = json.loads((tmp_path / "out" / quantising.REPORT).read_text())
+    bits = 8 if form in ("w8a8", "llm_int8", "fp8") else 3 if "3" in form else 4
+    assert {one["bits"] for one in report["matrices"]} == {bits}
+
+
+def test_the_command_spends_a_budget(source, tmp_path, capsys):
+    arguments = [str(source), str(tmp_path / "out"), "--format", "int4_g16", "--method", "rtn", "--bits-budget", "3.5"]
+    assert command(arguments) == 0
+    assert "bits by layer" in capsys.readouterr().out
 
 
 def test_statistics_of_shifted_inputs(rng, float64):

@@ -69,14 +69,14 @@ def quantise(argv: list[str]) -> int:
                 "matters: int4_g128, int8, int3_g64_asym; or lut4_g64, lut3, nf4, fp8, mxfp4, w8a8, "
                 "w4a8_g128, llm_int8."
             )
-        bits, group, kind, table, table_group, values, integer, integer_group = found.groups()
+        bits, group, kind, lookup, lookup_group, values, integer, integer_group = found.groups()
         from jaxllm.convert.quantise import QuantiseConfig
         from jaxllm.convert.quantise import quantise as quantise_model
         from jaxllm.hub.model_source import find_model, open_source
         from jaxllm.quant.input_statistics import CalibrationError
         from jaxllm.quant.methods.rounding_table import METHODS
 
-        size = int(table_group or LOOKUP_GROUP) if table else int(group or integer_group or 0)
+        size = int(lookup_group or LOOKUP_GROUP) if lookup else int(group or integer_group or 0)
         if integer:
             bits = "4" if integer == "w4a8" else "8"
         activations = {"llm_int8": "outliers", None: ""}.get(integer, "int8")
@@ -88,7 +88,7 @@ def quantise(argv: list[str]) -> int:
             symmetric,
             rows,
             length,
-            table or values or "",
+            lookup or values or "",
             layout,
             activations,
             bits_budget,
@@ -109,7 +109,10 @@ def quantise(argv: list[str]) -> int:
         print(table(made.matrices))
         if evaluate:
             ids = [token for file in evaluate for token in model.tokenizer.encode(file.read_text())]
-            before, after = (mean_loss(name, ids, rows, length) for name in (path, out))
+            before, after = (
+                mean_loss(name, ids, rows, length, weights)
+                for name, weights in ((path, "plain"), (out, "packed" if activations else "plain"))
+            )
             print(f"loss on {', '.join(map(str, evaluate))}: {before:.4f} -> {after:.4f} ({after / before - 1:+.2%})")
         print(f"{out}: {made.bytes_before / 2**20:,.1f} -> {made.bytes_after / 2**20:,.1f} MiB")
         return 0
@@ -117,8 +120,11 @@ def quantise(argv: list[str]) -> int:
     return parse_command(run, argv, "jaxllm quantise")
 
 
-def mean_loss(source: Path, ids: list[int], rows: int, length: int) -> float:
+def mean_loss(source: Path, ids: list[int], rows: int, length: int, weights: str = "plain") -> float:
     """Mean loss of a model on rows of tokens, with the training forward, a row at a time.
+
+    Args:
+        weights: see ``load_model``; activations are rounded where they are packed.
 
     Raises:
         UsageError: the text is shorter than a row.
@@ -134,7 +140,7 @@ def mean_loss(source: Path, ids: list[int], rows: int, length: int) -> float:
         tokens = calibration_rows(ids, rows, length)
     except CalibrationError as error:
         raise UsageError(f"--evaluate: {error}") from error
-    loaded = load_model(source)
+    loaded = load_model(source, weights=weights)
 
     @jax.jit
     def loss(params: Any, row: Any) -> Any:
