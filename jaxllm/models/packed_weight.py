@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.params import at_least_f32
-from pallas_kernels._compat import vary_over, varying_axes
+from pallas_kernels._compat import target_device, vary_over, varying_axes
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
 from sharding import LogicalAxes
 
 DEQUANTISED_BYTES = 2**29
@@ -63,6 +64,12 @@ class FusedFormat(Protocol):
 
     def terms(self, x: Float[Array, "... I"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
         """Activations and weights, with one dimension of inputs, whose products' sum is that of the dense weight."""
+        ...
+
+    def kernel_terms(
+        self, x: Float[Array, "... I"], values: Array, scales: Array
+    ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]] | None:
+        """Operands of ``packed_matmul`` after the activations, and terms to add; None where it has no such codes."""
         ...
 
 
@@ -131,8 +138,8 @@ class PackedWeight:
     def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
         """Matmul with the dequantised weight, or of rounded activations in integers where the format says so.
 
-        Every device multiplies its shard, which XLA unpacks within the matmul: for few rows the dense weight is never
-        written.
+        Every device multiplies its shard: with ``packed_matmul`` on TPUs and GPUs, else XLA unpacks it within the
+        matmul. For few rows the dense weight is never written.
         """
         form = self.format
         if not isinstance(form, ActivationFormat | FusedFormat):
@@ -142,7 +149,13 @@ class PackedWeight:
             rows = x.reshape(*x.shape[: x.ndim - contract], -1)
             if isinstance(form, ActivationFormat):
                 return form.multiply(rows, values, scales, over, tokens)
-            parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
+            if target_device().platform == "cpu" or (found := form.kernel_terms(rows, values, scales)) is None:
+                parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
+            else:
+                codes, by_group, kind, terms = found
+                first = packed_matmul(rows.reshape(-1, rows.shape[-1]), codes, by_group, kind)
+                first = first.reshape(*x.shape[: x.ndim - contract], *form.shape(values.shape)[contract:])
+                parts = [first, *(_wide_dot(part, weight) for part, weight in terms)]
             return functools.reduce(operator.add, parts)
 
         return sharding.project_by_shard(multiply, x, (self.values, self.scales), out, contract).astype(x.dtype)

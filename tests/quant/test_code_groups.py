@@ -12,13 +12,15 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from jaxllm.hub.stored_codes import pack_bits, unpack_bits
-from jaxllm.models import functional
+from jaxllm.models import functional, packed_weight
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import PackedWeight
 from jaxllm.quant.codebooks import CODEBOOKS, CodebookGrid
 from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import IntGrid, MinimumGrid
 from jaxllm.quant.packing import pack_params
+from pallas_kernels._compat import TargetDevice
+from pallas_kernels.packed_matmul import packed_matmul
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
 
@@ -131,6 +133,24 @@ def test_a_matmul_with_packed_codes_is_that_of_the_dense_weight(grid, group, con
     want = np.einsum("bsnh,nho->bso", x, np.asarray(packed.dense(jnp.float64)))
     np.testing.assert_allclose(jax.jit(lambda x: packed.project(x, ("batch", "seq", "embed"), 2))(x), want, atol=1e-12)
     assert np.abs(want - np.einsum("bsnh,nho->bso", x, weight)).max() > 1e-3
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+@pytest.mark.parametrize(("group", "contract"), [(16, 2), (8, 1), (None, 2), (12, 2)])
+def test_kernels_have_the_operands_of_the_matmul(grid, group, contract, rng, float64, monkeypatch):
+    """On devices with a kernel, whose plain implementation stands in here; what it does not take goes as before."""
+    weight = jnp.asarray(rng.normal(size=(3, 16, 5)) + 0.2)
+    form = CodeGroups(grid, group, -2, contract)
+    packed = PackedWeight(*form.pack(weight), form)
+    x = jnp.asarray(rng.normal(size=(2, 4, 3, 16)))
+    found = form.kernel_terms(x.reshape(2, 4, 48), packed.values, packed.scales)
+    assert (found is not None) == (grid.bits in (4, 8) and grid.name != "fp8")
+    want = packed.project(x, ("batch", "seq", "embed"), 2)
+    used = []
+    monkeypatch.setattr(packed_weight, "target_device", lambda: TargetDevice("tpu", "TPU Test"))
+    monkeypatch.setattr(packed_weight, "packed_matmul", lambda *args: used.append(1) or packed_matmul(*args))
+    np.testing.assert_allclose(packed.project(x, ("batch", "seq", "embed"), 2), want, rtol=0, atol=1e-6)
+    assert bool(used) == (found is not None)
 
 
 def test_terms_are_summed_before_they_are_rounded(rng):
