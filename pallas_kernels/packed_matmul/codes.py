@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 
 class PackedCodes(NamedTuple):
-    """What codes stand for, static.
+    """Format of codes and what they stand for, static.
 
     Attributes:
         bits: of a code: 2, 4 or 8.

@@ -24,6 +24,7 @@ from jaxllm.quant.packing import pack_params
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
 from tests.proofs.harness import proof
+from tests.quant.packed_programs import compile_cell
 from tests.quant.test_bit_allocation import drawn_layers, least_error
 from tests.quant.test_gptq import drawn
 from tests.quant.test_int8_activations import integer_reference
@@ -174,3 +175,21 @@ def packed_products_on_meshes(case: str) -> float:
         got = np.asarray(jax.jit(logits)(packed, placed))
     alone = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), packed)
     return float(np.abs(got - jax.jit(logits)(alone, tokens)).max())
+
+
+PROGRAMS = [
+    ("v6e:1x1", "data=1", "int4"), ("v6e:2x2", "tensor=4", "int4"), ("v6e:2x2", "fsdp=2,tensor=2", "lut4"),
+    ("v5e:2x2", "fsdp=4", "int8"), ("h100:1x2", "tensor=2", "int8"), ("h100:1x2", "fsdp=2", "lut4"),
+]  # fmt: skip
+"""(topology, mesh, format)."""
+
+
+@proof("quant", cases=PROGRAMS, sample=1, bound={"temporaries": 1.0})
+def programs_multiply_packed_codes(cell: tuple[str, str, str]) -> dict[str, float]:
+    """Temporaries of a forward pass of few tokens, compiled for a device, over the bytes of a layer's dense matrices.
+
+    All seven matmuls of a layer are the kernel.
+    """
+    found = compile_cell(*cell)
+    assert found["kernels"] >= 7
+    return {"temporaries": found["temp_bytes"] / found["dense_bytes"]}
