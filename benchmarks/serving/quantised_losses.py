@@ -56,7 +56,10 @@ def main() -> int:
     path = find_model(options.model)
     tokenizer = open_source(path).tokenizer
     losses, calibration = texts()
-    ids = {name: tokenizer.encode(text[: options.texts * options.length * 16]) for name, text in losses.items()}
+    ids = {
+        name: list(map(int, tokenizer.encode(text[: options.texts * options.length * 16])))
+        for name, text in losses.items()
+    }
     each = options.rows // 3 * options.length
     parts = [tokenizer.encode(text[: each * 16])[:each] for text in calibration]
     rows = []

@@ -62,7 +62,8 @@ class InputStatistics(NamedTuple):
     def divided(self, factors: Float[Array, " I"]) -> InputStatistics:
         """Statistics of the inputs over factors."""
         gram = self.gram / factors[:, None] / factors
-        return InputStatistics(gram, *(x / factors for x in self[1:-1]), self.count)
+        total, most, low, high, signed = (x / factors for x in self[1:-1])
+        return InputStatistics(gram, total, most, low, high, signed, self.count)
 
     def shifted(self, by: Float[Array, " I"]) -> InputStatistics:
         """Statistics of the inputs less a shift; the sum of magnitudes is a bound."""

@@ -83,7 +83,7 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
         "pallas_tpu", "lambda r, c, i: (i, c)),", "lambda r, c, i: (i, 0)),"
     ),
     ("pallas_tpu", "last tile dropped"): ("pallas_tpu", "@pl.when(i == last)", "@pl.when(i == last - (last > 0))"),
-    ("pallas_gpu", "scale of the first group"): ("pallas_gpu", "jnp.minimum(start // size, groups - 1)", "0"),
+    ("pallas_gpu", "scale of the first group"): ("pallas_gpu", "jnp.minimum(start // size, groups - 1)", "0 * start"),
     ("pallas_gpu", "first lane's inputs"): ("pallas_gpu", "jnp.int32(lane)", "jnp.int32(0)"),
     ("pallas_gpu", "last tile dropped"): (
         "pallas_gpu", "-(-rows // tiles.inner), more", "rows // tiles.inner - 1, more"
