@@ -1,6 +1,7 @@
 """Cold and warm start: seconds until the first token of three ways to begin, and peak memory of loading.
 
     python -m benchmarks.cold_start [MODEL] [--rounds 3] [--run runs/quickstart] [--only generate llm serve memory]
+    python -m benchmarks.cold_start --keep    # and keep the figures: docs/figures/cold_start.json, and the page's table
 
 generate  `jaxllm generate MODEL`, to the first byte of its completion
 llm       `LLM(RUN)` in a script, to its first text; RUN is a run of the quickstart's size, trained for two steps here
@@ -26,10 +27,20 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+FILE, PAGE = ROOT / "docs/figures/cold_start.json", ROOT / "docs/performance.md"
+BEGIN, END = "<!-- start: generated -->\n", "<!-- end -->\n"
 ASKED = {"generate": (15.0, 5.0), "llm": (10.0, 5.0), "serve": (20.0, 5.0)}
 """Seconds that are asked for, cold and warm, on two cores alone."""
+NAMES = {
+    "generate": ("`jaxllm generate smollm2`", "first token"),
+    "llm": ("`LLM()` on a run of the quickstart's size", "first text"),
+    "serve": ("`jaxllm serve smollm2`", "ready"),
+}
 MEMORY = """
 import json, sys
 from jaxllm.infer import load_model
@@ -97,8 +108,8 @@ def llm(run: str, cache: str) -> tuple[float, float]:
     return first_byte([sys.executable, "-c", LLM_SCRIPT, run], cache)
 
 
-def serve(model: str, cache: str) -> tuple[float, float]:
-    """Start of ``jaxllm serve``, to its ready line; prints how the first completion and the other programs go."""
+def serve(model: str, cache: str, programs: dict[str, Any] | None = None) -> tuple[float, float]:
+    """Start of ``jaxllm serve``, to its ready line; says when the first completion and all programs come."""
     command = [sys.executable, "-m", "jaxllm.cli", "serve", model, "--port", "0"]
     start = time.monotonic()
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment_of(cache), text=True) as process:
@@ -123,6 +134,8 @@ def serve(model: str, cache: str) -> tuple[float, float]:
         with urllib.request.urlopen(f"{url}/config") as answer:
             counts = json.load(answer)["backend"]["programs"]
         process.terminate()
+    if programs is not None:
+        programs |= {"all": found["programs"], "seconds": whole, **counts}
     print(
         f"    first completion of 8 tokens after {first:.1f} s more, all {found['programs']} programs after "
         f"{whole:.1f} s: {counts['compiled']} compiled, {counts['loaded']} loaded, {counts['late']} late"
@@ -158,6 +171,45 @@ def memory(model: str, dtype: str) -> float:
     return peak / weights
 
 
+def table(found: Mapping[str, Any]) -> str:
+    """The page's table of kept figures: medians of the rounds, and when the server's programs were there."""
+    lines = ["| way to begin | until | cold, seconds | warm, seconds |", "|---|---|---:|---:|"]
+    for name, (what, until) in NAMES.items():
+        medians = [
+            statistics.median(seconds for seconds, _ in found["rounds"][name][kind]) for kind in ("cold", "warm")
+        ]
+        lines.append(f"| {what} | {until} | {medians[0]:.1f} | {medians[1]:.1f} |")
+    cold, warm = (found["programs"][kind] for kind in ("cold", "warm"))
+    late = sum(one["late"] for one in (*cold, *warm))
+    each = [statistics.median(one["seconds"] for one in rounds) for rounds in (cold, warm)]
+    lines += [
+        "",
+        f"Medians of {len(found['rounds']['generate']['cold'])} rounds on {found['cores']} cores of "
+        f"{found['processor']}. All {cold[0]['all']} programs of the server were there after {each[0]:.0f} s cold "
+        f"and {each[1]:.0f} s warm; {late} were late.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def keep(found: Mapping[str, Any], file: Path = FILE, page: Path = PAGE) -> None:
+    """Writes the figures and the table of the page that has them."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + BEGIN + table(found) + END + rest.partition(END)[2])
+
+
+def computer() -> dict[str, Any]:
+    """Cores and processor of this computer, and the versions that were measured."""
+    from importlib.metadata import version
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "an unknown processor")
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cores": cores, "processor": name, "python": python, "jax": version("jax"), "jaxlib": version("jaxlib")}
+
+
 def main() -> None:
     """Entry point of ``python -m benchmarks.cold_start``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,7 +217,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--run")
     parser.add_argument("--only", nargs="+", choices=[*ASKED, "memory"], default=[*ASKED, "memory"])
+    parser.add_argument("--keep", action="store_true", help="write docs/figures/cold_start.json and the page's table")
     arguments = parser.parse_args()
+    if arguments.keep and (arguments.model != "smollm2" or not set(ASKED) <= set(arguments.only)):
+        parser.error("--keep is for smollm2, begun in all three ways")
+    kept: dict[str, Any] = computer() | {"rounds": {}, "programs": {"cold": [], "warm": []}}
     with tempfile.TemporaryDirectory() as folder:
         run = arguments.run or (trained(folder) if "llm" in arguments.only else "")
         ways = {"generate": (generate, arguments.model), "llm": (llm, run), "serve": (serve, arguments.model)}
@@ -176,12 +232,19 @@ def main() -> None:
             for number in range(arguments.rounds):
                 with tempfile.TemporaryDirectory() as cache:
                     for kind in found:
-                        found[kind].append(way(what, cache))
+                        if name == "serve":
+                            kept["programs"][kind].append({})
+                            found[kind].append(serve(what, cache, kept["programs"][kind][-1]))
+                        else:
+                            found[kind].append(way(what, cache))
                         seconds, used = found[kind][-1]
                         print(f"  {name}, {kind} {number + 1}: {seconds:.1f} s, {used:.1f} processor s", flush=True)
+            kept["rounds"][name] = found
             for kind, asked in zip(found, ASKED[name], strict=True):
                 seconds, used = (statistics.median(values) for values in zip(*found[kind], strict=True))
                 print(f"{name}, {kind}: {seconds:.1f} s (asked: {asked:.0f}), {used:.1f} processor s, medians")
+    if arguments.keep:
+        keep(kept)
     for dtype in ("float32", "bfloat16") if "memory" in arguments.only else ():
         print(f"loading as {dtype}: {memory(arguments.model, dtype):.2f} of the weights' bytes (asked: below 1.3)")
 

@@ -84,7 +84,7 @@ def take_cores(number: int, of: int) -> None:
         return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= of:
-        os.sched_setaffinity(0, cores[number::of])
+        os.sched_setaffinity(0, cores[number % of :: of])  # a worker that replaces a lost one has a later number
 
 
 def compile_fast() -> None:

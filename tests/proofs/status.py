@@ -7,9 +7,10 @@ true of that code, and samples of it run before others. `make proof STALE=1` ren
 
 from __future__ import annotations
 
+import bisect
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,29 @@ def state(record: Mapping[str, Any] | None, proof: Proof, here: Tree) -> str:
 def _changes(record: Mapping[str, Any], module: str) -> Iterator[str]:
     """Commits after a record's that give other covered code than it has."""
     history = _history()
-    if record["commit"] not in history:
-        raise LookupError(record["commit"])
     before = _tree(record["commit"]).covered(module)
-    for commit, files in list(history.items())[list(history).index(record["commit"]) + 1 :]:
+    for commit, files in list(history.items())[_since(record["commit"], list(history)) :]:
         # Only a covered file can import another one; a new file may fit a pattern or be what an import had meant.
         if files & before or not before:
             if _tree(commit).covers(module) != record.get("covers"):
                 yield commit
             before = before | _tree(commit).covered(module)
+
+
+def _since(commit: str, history: Sequence[str]) -> int:
+    """The index in `history` of what follows a commit: the next one, or the merge that brought it from a branch."""
+    if commit in history:
+        return history.index(commit) + 1
+    if environment.git("cat-file", "-t", commit) != "commit":
+        raise LookupError(commit)
+
+    def has_it(later: str) -> bool:
+        return not environment.git("rev-list", "-1", commit, "--not", later)
+
+    first = bisect.bisect(history, False, key=has_it)
+    if first == len(history):
+        raise LookupError(commit)
+    return first
 
 
 @functools.cache

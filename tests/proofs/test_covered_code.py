@@ -150,6 +150,18 @@ def test_states(monkeypatch):
     assert status.state(made, proof, of("DEEP = 2")) == "stale: changed, but not committed"
 
 
+def test_a_commit_of_a_branch_counts_from_its_merge():
+    merges = environment.git("rev-list", "--merges", "--first-parent", "-1", "HEAD")
+    branch = environment.git("rev-parse", f"{merges}^2") if merges else ""
+    if not branch:
+        pytest.skip("no merge in this clone")
+    history = list(status._history())
+    assert history[status._since(branch, history)] == merges or branch in history
+    assert history[status._since(history[-2], history)] == history[-1]
+    with pytest.raises(LookupError):
+        status._since("0" * 40, history)
+
+
 ROW = (
     r"\| `\w+` \| (\d{4}-\d\d-\d\d `[0-9a-f]{8}`)? \| \d* \| "
     r"(current|not stored|stale since [0-9a-f]{8}|stale: [^|]+) \|"

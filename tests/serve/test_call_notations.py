@@ -148,6 +148,20 @@ SEVERAL = {"city": 'New\n"York" <b>', "days": 3, "detailed": True, "tags": ["a",
     ("llama4_pythonic", "Sure. <|python_start|>[now()]<|python_end|>", [("now", {})], "Sure."),
     ("gemma3", "I look.\n```tool_code\nprint(weather(city='Paris'))\n```", [PARIS], "I look."),
     ("gemma3", "```tool_code\nimport os\nweather(city='Paris')\n```", [], None),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>Paris<escape>}<end_function_call>", [PARIS],
+     None),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>New\n\"York\" <b><escape>,days:3,detailed:true,"
+     "tags:[<escape>a<escape>,<escape>b<escape>],note:null}<end_function_call>"
+     "<start_function_call>call:now{}<end_function_call>", [("weather", SEVERAL), ("now", {})], None),
+    ("functiongemma", "I look. <start_function_call>call:weather{city:<escape>a}<end_function_call>, {b:<escape>}"
+     "<end_function_call>", [("weather", {"city": "a}<end_function_call>, {b:"})], "I look."),
+    ("functiongemma", "<start_function_call>call:other{city:<escape>x<escape>}<end_function_call>", [], None),
+    ("functiongemma", "<start_function_call>call:weather{city:Paris}<end_function_call>", [], None),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>Paris<escape>", [], None),
+    ("functiongemma", "<start_function_call>call:weather{city:<escape>a<escape>}}<end_function_call>", [], None),
+    ("functiongemma", "<start_function_call>call:now{" + "a:{" * 40 + "}" * 41 + "<end_function_call>", [], None),
+    ("gemma4", 'Sure.<|tool_call>call:weather{city: <|"|>Paris<|"|>, tags: [ ] }<tool_call|>',
+     [("weather", {"city": "Paris", "tags": []})], "Sure."),
     ("mistral_call_id", '[TOOL_CALLS]weather[CALL_ID]abc123def[ARGS]{"city": "Paris"}', [PARIS], None),
 ])  # fmt: skip
 def test_what_models_write(name, text, calls, content):
@@ -201,6 +215,7 @@ def test_harmony_has_channels_without_tools_too():
     ("<tool_call>\n<function=x>\n<parameter=y>", "qwen3_coder"), ("<tool_call><arg_key><arg_value>", "glm45"),
     ("[TOOL_CALLS] [CALL_ID] [ARGS]", "mistral_call_id"), ("<|python_start|>", "llama4_pythonic"),
     ("<start_of_turn> ```tool_code", "gemma3"), ("<tool_call>", "hermes"),
+    ("<start_of_turn><start_function_call>call:<escape>", "functiongemma"), ('<|tool_call>call:<|"|>', "gemma4"),
 ])  # fmt: skip
 def test_templates_of_these_notations(markers, name):
     assert detect_format(ChatTemplate("{{ tools }}" + markers)) is TOOL_CALL_FORMATS[name]
@@ -259,19 +274,34 @@ def test_a_closed_schema_allows_no_more_than_the_schema():
     assert schema["$defs"]["x"] == {"type": "object", "properties": {"b": {}}}
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic", "glm45", "llama4_pythonic"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_coder", "pythonic", "glm45", "llama4_pythonic", "functiongemma", "gemma4"]
+)
 def test_strict_holds_from_the_calls_opening_on(name):
     form = TOOL_CALL_FORMATS[name]
     grammar = asked(parser=name, tools=[tool(WEATHER, strict=True)]).jobs[0].params.grammar
     good = form.render([("weather", {"city": "Paris", "unit": "C"})])
     good = good.replace('"city": "Paris", "unit": "C"', '"city":"Paris","unit":"C"')
-    bad = good.replace('"C"', '"K"') if '"C"' in good else good.replace("C\n", "K\n").replace("C</", "K</")
+    bad = good.replace('"C"', '"K"') if '"C"' in good else good.replace("C\n", "K\n").replace("C<", "K<")
     assert bad != good
     said = "" if form.exclusive else "Let me see. "
     assert accepts(grammar, said + good)
     assert accepts(grammar, "no call")
     assert not accepts(grammar, said + bad)
     assert not accepts(grammar, said + good.replace("city", "town"))
+
+
+def test_grammar_of_nested_arguments_in_gemmas_notation():
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}, "additionalProperties": False}
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "items": inner}, "n": {"type": "number"}}}
+    grammar = asked(parser="gemma4", tools=[tool(parameters)], tool_choice="required").jobs[0].params.grammar
+    form = TOOL_CALL_FORMATS["gemma4"]
+    for arguments in ({}, {"a": []}, {"a": [{}, {"b": "x,{"}], "n": 1.5}, {"n": -2}):
+        text = form.render([("weather", arguments)])
+        assert accepts(grammar, text), text
+        assert calls_of(read(ParserOptions(form, {"weather": parameters}), text)) == [("weather", arguments)]
+    for arguments in ({"a": [5]}, {"a": [{"c": "x"}]}, {"n": "x"}, {"c": 1}, {"n": 1, "a": []}):
+        assert not accepts(grammar, form.render([("weather", arguments)])), arguments
 
 
 def test_strict_holds_for_calls_without_markers():
@@ -289,7 +319,9 @@ def test_strict_holds_for_calls_without_markers():
 def test_schemas_that_a_notation_cannot_be_held_to_are_refused():
     pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
     free = {"type": "object", "additionalProperties": True}
-    for name, parameters in (("qwen3_coder", pattern), ("qwen3_coder", free), ("pythonic", free)):
+    for name, parameters in (
+        ("qwen3_coder", pattern), ("qwen3_coder", free), ("pythonic", free), ("gemma4", pattern), ("gemma4", free),
+    ):  # fmt: skip
         with pytest.raises(ApiError) as caught:
             asked(parser=name, tools=[tool(parameters)], tool_choice="required")
         assert (caught.value.status, caught.value.param) == (400, "tools")

@@ -18,6 +18,7 @@ from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.generation import RequestDispatcher
 from jaxllm.serve.server_metrics import ServerMetrics
+from jaxllm.serve.tools.gemma_calls import GemmaCallFormat
 from jaxllm.serve.tools.json_calls import JsonCallFormat
 from jaxllm.serve.tools.output_parser import OutputParser, ParserOptions, merge_deltas
 from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS, detect_format
@@ -100,10 +101,15 @@ def test_what_is_written_is_read(name):
 def test_what_is_no_call_is_said(name):
     form, rng = TOOL_CALL_FORMATS[name], random.Random(environment.derive(environment.seed(), name))
     whole = form.render([("weather", {"city": "x"})])
+    quote = form.quote if isinstance(form, GemmaCallFormat) else '"'
     broken = [
         form.render([("other", {})]),
         *([form.render([("weather", [1])])] if isinstance(form, JsonCallFormat) else []),
-        *([] if isinstance(form, XmlCallFormat) else [whole.replace('"x"', "$x"), whole.replace('"x"', '"x')]),
+        *(
+            []
+            if isinstance(form, XmlCallFormat)
+            else [whole.replace(f"{quote}x{quote}", other) for other in ("$x", f"{quote}x")]
+        ),
         *(whole[:cut] for cut in rng.sample(range(1, len(whole) - len(form.end) - len(form.call_suffix)), 5)),
         form.start_marker,
         f"{form.start_marker} is how calls begin",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.text import Tokenizer
@@ -14,6 +14,8 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 PLAIN_PROPERTIES = (
     "where a grammar needs plain properties, and no others: give those, and make all functions strict or none"
 )
+FREE_STRING = frozenset({"type", "description", "title", "default", "examples"})
+"""Words of the schema of a string that any text fits."""
 
 
 def has_plain_properties(schema: Mapping[str, Any]) -> bool:
@@ -54,6 +56,24 @@ def spelt(text: str, tokenizer: Tokenizer) -> str:
         return json.dumps(text, ensure_ascii=False)
     parts = re.split("(" + "|".join(map(re.escape, sorted(names, key=len, reverse=True))) + ")", text)
     return " ".join(f"<[{names[p]}]>" if p in names else json.dumps(p, ensure_ascii=False) for p in parts if p)
+
+
+def in_order(name: str, parts: Sequence[tuple[str, bool]], between: str) -> list[str]:
+    """Grammar rules ``first_NAME_0`` and on: parts in this order, each (expression, whether it must be there)."""
+    lines = []
+    for begun in (False, True):
+        kind = "more" if begun else "first"
+        for place, (expression, required) in enumerate(parts):
+            skip = "" if required else f" | {kind}_{name}_{place + 1}"
+            head = f"{between} " if begun else ""
+            lines.append(f"{kind}_{name}_{place}: {head}{expression} more_{name}_{place + 1}{skip}")
+        lines.append(f'{kind}_{name}_{len(parts)}: ""')
+    return lines
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Grammar expression of JSON that is valid by the schema."""
+    return f"%json {json.dumps(tight(schema))}"
 
 
 def tight(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.serve.tools.call_format import Schemas, ToolCallFormat, UnsupportedSchema, to_json
-from jaxllm.serve.tools.call_grammar import PLAIN_PROPERTIES, has_plain_properties, spelt, tight
+from jaxllm.serve.tools.call_grammar import PLAIN_PROPERTIES, has_plain_properties, in_order, json_rule, spelt
 from jaxllm.serve.tools.text_reader import ReadCall, Steps, TextReader
 from jaxllm.text import Tokenizer
 
@@ -64,19 +63,14 @@ class PythonCallFormat(ToolCallFormat):
         if not has_plain_properties(schema):
             raise UnsupportedSchema(f"this model writes calls in Python, {PLAIN_PROPERTIES}")
         about = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-        properties = list(schema.get("properties", {}).items())
-        lines = []
-        for begun in (False, True):
-            kind = "more" if begun else "first"
-            for place, (key, one) in enumerate(properties):
-                value = json.dumps(tight({**about, **one} if isinstance(one, dict) else about))
-                part = (
-                    f"{spelt((', ' if begun else '') + key + '=', tokenizer)} %json {value} more_{number}_{place + 1}"
-                )
-                skip = "" if key in schema.get("required", ()) else f" | {kind}_{number}_{place + 1}"
-                lines.append(f"{kind}_{number}_{place}: {part}{skip}")
-            lines.append(f'{kind}_{number}_{len(properties)}: ""')
-        return f"first_{number}_0", lines
+        parts = [
+            (
+                f"{spelt(key + '=', tokenizer)} {json_rule({**about, **one} if isinstance(one, dict) else about)}",
+                key in schema.get("required", ()),
+            )
+            for key, one in schema.get("properties", {}).items()
+        ]
+        return f"first_{number}_0", in_order(str(number), parts, spelt(", ", tokenizer))
 
 
 def calls_in(text: str, functions: Schemas) -> list[ReadCall]:

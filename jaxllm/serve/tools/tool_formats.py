@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.serve.tools.call_format import ToolCallFormat, to_json
+from jaxllm.serve.tools.gemma_calls import GemmaCallFormat
 from jaxllm.serve.tools.harmony import HarmonyFormat
 from jaxllm.serve.tools.json_calls import JsonCallFormat
 from jaxllm.serve.tools.python_calls import PythonCallFormat
@@ -75,6 +76,13 @@ TOOL_CALL_FORMATS = {
     "gemma3": PythonCallFormat(
         begin="```tool_code\n", between="\n", end="\n```", template_markers=("<start_of_turn>", "tool_code"),
     ),
+    "functiongemma": GemmaCallFormat(
+        open="<start_function_call>call:", close="<end_function_call>", quote="<escape>",
+        template_markers=("<start_function_call>", "<escape>"),
+    ),
+    "gemma4": GemmaCallFormat(
+        open="<|tool_call>call:", close="<tool_call|>", quote='<|"|>', template_markers=("<|tool_call>", '<|"|>'),
+    ),
     "harmony": HarmonyFormat(
         open="<|channel|>commentary to=functions.", name_separator=" <|constrain|>json<|message|>", close="<|call|>",
         template_markers=("<|channel|>", "<|message|>", "functions"),
@@ -85,7 +93,9 @@ TOOL_CALL_FORMATS = {
 
 Markers of ``hermes`` are in templates of other formats too; those come first where one is detected.
 """
-_MOST_SPECIFIC = ("harmony", "qwen3_coder", "glm45", "llama4_pythonic", "pythonic", "gemma3")
+_MOST_SPECIFIC = (
+    "harmony", "qwen3_coder", "glm45", "llama4_pythonic", "pythonic", "functiongemma", "gemma4", "gemma3",
+)  # fmt: skip
 
 
 def detect_format(template: ChatTemplate) -> ToolCallFormat | None:

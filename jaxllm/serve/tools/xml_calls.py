@@ -6,18 +6,22 @@ A parameter whose schema is a string is the text between its tags; others are JS
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.serve.tools.call_format import Schemas, ToolCallFormat, UnsupportedSchema, to_json
-from jaxllm.serve.tools.call_grammar import PLAIN_PROPERTIES, has_plain_properties, pattern, spelt, tight
+from jaxllm.serve.tools.call_grammar import (
+    FREE_STRING,
+    PLAIN_PROPERTIES,
+    has_plain_properties,
+    json_rule,
+    pattern,
+    spelt,
+)
 from jaxllm.serve.tools.json_calls import parsed
 from jaxllm.serve.tools.text_reader import ReadCall, Steps, TextReader
 from jaxllm.text import Tokenizer
-
-_FREE_STRING = {"type", "description", "title", "default", "examples", "enum", "const"}
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,8 @@ class XmlCallFormat(ToolCallFormat):
     def _value_rules(self, name: str, key: str, schema: Mapping[str, Any], tokenizer: Tokenizer) -> list[str]:
         close = spelt(self.value_close, tokenizer)
         if schema.get("type") != "string":
-            return [f"{name}: %json {json.dumps(tight(schema))} {close}"]
-        if other := schema.keys() - _FREE_STRING - {"$defs", "definitions"}:
+            return [f"{name}: {json_rule(schema)} {close}"]
+        if other := schema.keys() - FREE_STRING - {"enum", "const", "$defs", "definitions"}:
             message = f"this model writes calls in XML, where the text of {key!r} cannot be held to {min(other)!r}"
             raise UnsupportedSchema(message)
         legal = [schema["const"]] if "const" in schema else schema.get("enum")
