@@ -77,6 +77,11 @@ class FusedFormat(Protocol):
 class ActivationFormat(Protocol):
     """Format whose matmul rounds the activations too."""
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether a token's result depends on the other tokens of the call."""
+        ...
+
     def round_activations(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
         """The values that activations have when they are multiplied."""
         ...
@@ -197,6 +202,12 @@ def _wide_dot(x: Array, w: Array) -> Array:
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:
     """Logical axes of the arrays that a weight with these consists of: itself, or packed values and scales, or more."""
     return weight.array_axes(axes) if hasattr(weight, "array_axes") else [axes]
+
+
+def batch_dependent_formats(params: Any) -> list[str]:
+    """Formats in a parameter tree with which a token's result depends on the other tokens of the call."""
+    forms = {node.format for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)}
+    return sorted(str(form) for form in forms if isinstance(form, ActivationFormat) and form.depends_on_batch)
 
 
 def is_packed(x: Any) -> bool:

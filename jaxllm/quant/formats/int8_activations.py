@@ -35,6 +35,11 @@ class Int8Activations(CodeGroups):
     def __str__(self) -> str:
         return f"{super().__str__()}, activations in int8"
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """A token's scale is its own."""
+        return False
+
     def round_activations(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
         """The values that activations have when they are multiplied."""
         codes, scale = quantise_tokens(x, ())

@@ -42,6 +42,11 @@ class OutlierColumns(Int8Activations):
     def __str__(self) -> str:
         return f"llm_int8, outliers from {self.threshold:g} on"
 
+    @property
+    def depends_on_batch(self) -> bool:
+        """An input is an outlier by any token of the call."""
+        return True
+
     def round_activations(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
         """The values that activations have when they are multiplied: outliers stay."""
         outliers = self.outliers(x, ())
