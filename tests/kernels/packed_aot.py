@@ -25,9 +25,9 @@ TOPOLOGIES = ("v4:2x2x1", "v5e:1x1", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1", "h10
 EXEMPT: dict[tuple[str, str], str] = {}
 """(shape, topology) -> a part of the compiler's reason for refusing it."""
 
-TEMPORARIES = 1.0
-"""Bytes of temporaries for each byte of arguments and results: the dequantised matrix, four times its codes, is not
-one of them; activations are split by lanes."""
+TEMPORARIES = 2.0
+"""Bytes of temporaries for each byte of arguments and results: activations are split by lanes. With few rows the
+dequantised matrix would be four of them."""
 
 
 @dataclass(frozen=True)

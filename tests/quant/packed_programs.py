@@ -19,7 +19,7 @@ LAYERS, EMBED, TOKENS = 2, 1024, 8
 def compile_on(topology: Topology, mesh: str, name: str) -> dict[str, float]:
     """In a child process: compiles a forward pass of few tokens with packed weights.
 
-    Returns calls of the kernel, and bytes of temporaries and of the dense matrices of a layer on one device.
+    Returns calls of the kernel, and bytes of temporaries and of a layer's dense matrices on one device, gathered.
     """
     from jaxllm.compiler import aot
     from jaxllm.models import functional
@@ -69,7 +69,7 @@ def compile_on(topology: Topology, mesh: str, name: str) -> dict[str, float]:
     with jax.set_mesh(built):
         text = jax.jit(forward).lower(params, tokens).as_text()
     report = aot.compile(jax.jit(forward), params, tokens, topology=topology, mesh=built)
-    dense = 2 * (4 * EMBED * 1024 + 3 * EMBED * 4 * EMBED) / topology.num_devices
+    dense = 2 * (4 * EMBED * 1024 + 3 * EMBED * 4 * EMBED) / built.shape.get("tensor", 1)
     return {
         "kernels": float(text.count("packed_matmul")),
         "temp_bytes": float(report.temp_bytes),
