@@ -14,7 +14,9 @@ import importlib
 import inspect
 import json
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 CELLS = (
     "int8:rtn,llm_int8:rtn,w8a8:smoothquant,fp8:rtn,int4_g64:rtn,int4_g64:hqq,int4_g64:awq,int4_g64:gptq,nf4:rtn,"
@@ -40,11 +42,63 @@ def texts() -> tuple[dict[str, str], list[str]]:
     return found, [plays["train"], code["typing"], "\n".join(topics[0::2])]
 
 
-def main() -> int:
-    """Quantises, measures and prints."""
+class CellLoss(NamedTuple):
+    """Losses of a model in one format.
+
+    Attributes:
+        cell: FORMAT:METHOD.
+        mebibytes: size of its files.
+        before, after: loss on each text.
+    """
+
+    cell: str
+    mebibytes: float
+    before: dict[str, float]
+    after: dict[str, float]
+
+    @property
+    def rises(self) -> dict[str, float]:
+        """Relative rise of each loss."""
+        return {name: self.after[name] / loss - 1 for name, loss in self.before.items()}
+
+
+def measure(model: str, cells: Sequence[str], rows: int, per_text: int, length: int) -> Iterator[CellLoss]:
+    """Quantises a model in each format and measures its losses.
+
+    Args:
+        rows: rows of calibration text.
+        per_text: rows of each text of the losses.
+        length: tokens of a row.
+    """
     from jaxllm.cli.commands.quantise import mean_loss, quantise
     from jaxllm.hub.model_source import find_model, open_source
 
+    path = find_model(model)
+    tokenizer = open_source(path).tokenizer
+    losses, calibration = texts()
+    ids = {name: list(map(int, tokenizer.encode(text[: per_text * length * 16]))) for name, text in losses.items()}
+    each = rows // 3 * length
+    parts = [tokenizer.encode(text[: each * 16])[:each] for text in calibration]
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "calibration.txt"
+        text.write_text("".join(tokenizer.decode(part) for part in parts))
+        before = {name: mean_loss(path, one, per_text, length) for name, one in ids.items()}
+        for number, cell in enumerate(cells):
+            form, method = cell.split(":")
+            out = Path(folder) / str(number)
+            command = [str(path), str(out), "--method", method, "--calibrate", str(text)]
+            if form.startswith("budget_"):
+                _, budget, group = form.split("_")
+                command += ["--format", f"int4_{group}", "--bits-budget", budget]
+            else:
+                command += ["--format", form]
+            quantise([*command, "--rows", str(rows), "--length", str(length)])
+            after = {name: mean_loss(out, one, per_text, length, "packed") for name, one in ids.items()}
+            yield CellLoss(cell, sum(file.stat().st_size for file in out.glob("*.safetensors")) / 2**20, before, after)
+
+
+def main() -> int:
+    """Quantises, measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--cells", default=CELLS)
@@ -53,41 +107,13 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    path = find_model(options.model)
-    tokenizer = open_source(path).tokenizer
-    losses, calibration = texts()
-    ids = {
-        name: list(map(int, tokenizer.encode(text[: options.texts * options.length * 16])))
-        for name, text in losses.items()
-    }
-    each = options.rows // 3 * options.length
-    parts = [tokenizer.encode(text[: each * 16])[:each] for text in calibration]
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "calibration.txt"
-        text.write_text("".join(tokenizer.decode(part) for part in parts))
-        before = {name: mean_loss(path, one, options.texts, options.length) for name, one in ids.items()}
-        print("before", " ".join(f"{name} {loss:.4f}" for name, loss in before.items()), flush=True)
-        for cell in options.cells.split(","):
-            form, method = cell.split(":")
-            out = Path(folder) / form.replace(".", "_") / method
-            command = [str(path), str(out), "--method", method, "--calibrate", str(text)]
-            if form.startswith("budget_"):
-                _, budget, group = form.split("_")
-                command += ["--format", f"int4_{group}", "--bits-budget", budget]
-            else:
-                command += ["--format", form]
-            out.parent.mkdir(parents=True, exist_ok=True)
-            quantise([*command, "--rows", str(options.rows), "--length", str(options.length)])
-            after = {name: mean_loss(out, one, options.texts, options.length, "packed") for name, one in ids.items()}
-            size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 2**20
-            rises = {name: after[name] / before[name] - 1 for name in ids}
-            rows.append({"format": form, "method": method, "mebibytes": size, "rises": rises})
-            print(
-                f"| {form} | {method} | {size:.0f} |", " ".join(f"{rise:+.1%} |" for rise in rises.values()), flush=True
-            )
+    found = []
+    for one in measure(options.model, options.cells.split(","), options.rows, options.texts, options.length):
+        found.append(one)
+        rises = " | ".join(f"{rise:+.1%}" for rise in one.rises.values())
+        print(f"| {one.cell.replace(':', ' | ')} | {one.mebibytes:.0f} | {rises} |", flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"before": before, "cells": rows}))
+        options.json.write_text(json.dumps([one._asdict() for one in found]))
     return 0
 
 
