@@ -2,7 +2,8 @@
 
 A token's scale is its largest magnitude over 127, found when it is multiplied (dynamic, as in ZeroQuant,
 arXiv:2206.01861, and SmoothQuant's O1, arXiv:2211.10438). With weights of 8 bits this is w8a8, of 4 bits w4a8. The sums
-over a group of inputs are integers, exactly; they are multiplied with the token's and the group's scale.
+over a group of inputs are integers, exactly; they are multiplied with the token's and the group's scale. (The reference
+code of compressed-tensors divides by 127.5, so that its codes differ by a rounding.)
 
 Legend: T tokens, I inputs, G groups of inputs, O outputs.
 """
