@@ -62,6 +62,10 @@ class WeightFormat(Protocol):
 class FusedFormat(Protocol):
     """Format whose matmul is a sum of matmuls with weights that XLA unpacks within them."""
 
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense weight, see ``WeightFormat``."""
+        ...
+
     def terms(self, x: Float[Array, "... I"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
         """Activations and weights, with one dimension of inputs, whose products' sum is that of the dense weight."""
         ...
@@ -146,24 +150,13 @@ class PackedWeight:
         Every device multiplies its shard: with ``packed_matmul`` on TPUs and GPUs, else XLA unpacks it within the
         matmul. For few rows the dense weight is never written.
         """
-        form = self.format
-        if not isinstance(form, ActivationFormat | FusedFormat):
-            return sharding.project(x, self.dense(x.dtype), out, contract=contract)
-
-        def multiply(x: Array, values: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]) -> Array:
-            rows = x.reshape(*x.shape[: x.ndim - contract], -1)
-            if isinstance(form, ActivationFormat):
-                return form.multiply(rows, values, scales, over, tokens)
-            if target_device().platform == "cpu" or (found := form.kernel_terms(rows, values, scales)) is None:
-                parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
-            else:
-                codes, by_group, kind, terms = found
-                first = packed_matmul(rows.reshape(-1, rows.shape[-1]), codes, by_group, kind)
-                first = first.reshape(*x.shape[: x.ndim - contract], *form.shape(values.shape)[contract:])
-                parts = [first, *(_wide_dot(part, weight) for part, weight in terms)]
-            return functools.reduce(operator.add, parts)
-
-        return sharding.project_by_shard(multiply, x, (self.values, self.scales), out, contract).astype(x.dtype)
+        if isinstance(self.format, ActivationFormat):
+            return _rounded_project(self.format, out, contract, x, self.values, self.scales)
+        if isinstance(self.format, FusedFormat):
+            return sharding.project_by_shard(
+                functools.partial(_fused_matmul, self.format, contract), x, (self.values, self.scales), out, contract
+            ).astype(x.dtype)
+        return sharding.project(x, self.dense(x.dtype), out, contract=contract)
 
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
@@ -191,6 +184,54 @@ class PackedWeight:
 
         out = vary_over(jnp.zeros((rows.shape[0], columns), rows.dtype), varying_axes(rows, self.values, self.scales))
         return jax.lax.fori_loop(0, experts // chunk, some, out)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rounded_project(form: Any, out: LogicalAxes, contract: int, x: Array, values: Array, scales: Array) -> Array:
+    """Matmul of activations that are rounded; its gradient is that of the dense weight (straight-through)."""
+
+    def multiply(x: Array, values: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]) -> Array:
+        return form.multiply(x.reshape(*x.shape[: x.ndim - contract], -1), values, scales, over, tokens)
+
+    return sharding.project_by_shard(multiply, x, (values, scales), out, contract).astype(x.dtype)
+
+
+def _rounded_forward(
+    form: Any, out: LogicalAxes, contract: int, x: Array, values: Array, scales: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _rounded_project(form, out, contract, x, values, scales), (x, values, scales)
+
+
+def _rounded_backward(
+    form: Any, out: LogicalAxes, contract: int, kept: tuple[Array, Array, Array], dy: Array
+) -> tuple[Array, None, None]:
+    x, values, scales = kept
+    dense = PackedWeight(values, scales, form).dense(x.dtype)
+    _, back = jax.vjp(lambda x: sharding.project(x, dense, out, contract=contract), x)
+    return back(dy)[0], None, None
+
+
+_rounded_project.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _fused_matmul(
+    form: FusedFormat,
+    contract: int,
+    x: Array,
+    values: Array,
+    scales: Array,
+    over: tuple[str, ...],
+    tokens: tuple[str, ...],
+) -> Array:
+    """Matmul of one device's shards, in at least float32 but for the kernel's, which has the dtype of x."""
+    rows = x.reshape(*x.shape[: x.ndim - contract], -1)
+    if target_device().platform == "cpu" or (found := form.kernel_terms(rows, values, scales)) is None:
+        parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
+        return functools.reduce(operator.add, parts)
+    codes, by_group, kind, terms = found
+    first = packed_matmul(rows.reshape(-1, rows.shape[-1]), codes, by_group, kind)
+    first = first.reshape(*x.shape[: x.ndim - contract], *form.shape(values.shape)[contract:])
+    return functools.reduce(operator.add, [first, *(_wide_dot(part, weight) for part, weight in terms)])
 
 
 def _wide_dot(x: Array, w: Array) -> Array:

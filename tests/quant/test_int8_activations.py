@@ -119,6 +119,25 @@ def test_scales_of_tokens_are_those_of_all_their_inputs(rng, float64):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=2"])
+def test_gradients_go_straight_through(mesh, rng, float64):
+    """Those of the dequantised weight, on one device and with tokens and inputs split over several."""
+    form = Int8Activations(IntGrid(4), 8, -2)
+    values, scales = form.pack(jnp.asarray(rng.normal(size=(32, 6))))
+    dense = np.asarray(form.unpack(values, scales, jnp.float64))
+    x, cotangent = jnp.asarray(rng.normal(size=(4, 2, 32))), jnp.asarray(rng.normal(size=(4, 2, 6)))
+    built = MeshSpec.parse(mesh or "data=1").build(jax.devices()[: 4 if mesh else 1])
+    with jax.set_mesh(built):
+        if mesh:
+            place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(built, jax.P(*spec)))  # noqa: E731
+            values, scales = place(values, "tensor", None), place(scales, None, "tensor", None)
+            x = place(x, "fsdp", None, "tensor")
+        packed = PackedWeight(values, scales, form)
+        y, back = jax.vjp(jax.jit(lambda x: packed.project(x, ("batch", None, None), 1)), x)
+        (dx,) = back(jax.device_put(cotangent, y.sharding))
+    np.testing.assert_allclose(dx, np.asarray(cotangent) @ dense.T, rtol=0, atol=1e-12)
+
+
 def test_what_has_no_int8_product_is_refused():
     with pytest.raises(ValueError, match="symmetric int8 or int4, not int4 with zero points"):
         Int8Activations(IntGrid(4, False))
