@@ -10,6 +10,7 @@ Legend: G elements of a group, O columns of a matrix.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -33,31 +34,36 @@ class LearnedScaleGrid(CodebookGrid):
 
     def fit(self, group: Float[Array, "... G O"]) -> GridParams:
         """Parameters of the group; the error is never above that of the scale from the largest magnitude."""
-        first = super().fit(group).scale
+        return self.params([_fitted_scale(self, group, super().fit(group).scale)])
 
-        def squared(scale: Array) -> Array:
-            wide = jnp.expand_dims(scale, -2)
-            own = self.params([wide])
-            return jnp.sum(jnp.square(group - self.decode(self.encode(group, own), own)), axis=-2)
 
-        def begin(best: tuple[Array, Array], share: Array) -> tuple[tuple[Array, Array], None]:
-            scale = stored_scale(first * share, self.scale_dtype)
-            for _ in range(STEPS + 1):
-                found, error = best
-                own = squared(scale)
-                better = own < error
-                best = jnp.where(better, scale, found), jnp.where(better, own, error)
-                scale = self._least_squares(group, scale)
-            return best, None
+@functools.partial(jax.jit, static_argnums=0)
+def _fitted_scale(
+    grid: LearnedScaleGrid, group: Float[Array, "... G O"], first: Float[Array, "... O"]
+) -> Float[Array, "... O"]:
+    """The scale of the least squared error, by steps from shares of the first one; compiled once for a shape."""
 
-        start = first, squared(first)
-        (scale, _), _ = jax.lax.scan(begin, start, jnp.asarray(CLIPS, first.dtype))
-        return self.params([scale])
+    def squared(scale: Array) -> Array:
+        own = grid.params([jnp.expand_dims(scale, -2)])
+        return jnp.sum(jnp.square(group - grid.decode(grid.encode(group, own), own)), axis=-2)
 
-    def _least_squares(self, group: Array, scale: Array) -> Array:
-        """The scale of least squares for the codes that the groups have with ``scale``, which stays where all are 0."""
-        codes = self.encode(group, self.params([jnp.expand_dims(scale, -2)]))
-        units = self.decode(codes, self.params([jnp.ones((), group.dtype)]))
+    def least_squares(scale: Array) -> Array:
+        """The best scale for the codes that the groups have with ``scale``, which stays where all are 0."""
+        codes = grid.encode(group, grid.params([jnp.expand_dims(scale, -2)]))
+        units = grid.decode(codes, grid.params([jnp.ones((), group.dtype)]))
         norm = jnp.sum(units * units, axis=-2)
         best = jnp.sum(units * group, axis=-2) / jnp.where(norm > 0, norm, 1)
-        return stored_scale(jnp.where(best > 0, best, scale), self.scale_dtype)
+        return stored_scale(jnp.where(best > 0, best, scale), grid.scale_dtype)
+
+    def begin(best: tuple[Array, Array], share: Array) -> tuple[tuple[Array, Array], None]:
+        scale = stored_scale(first * share, grid.scale_dtype)
+        for step in range(STEPS + 1):
+            found, error = best
+            own = squared(scale)
+            better = own < error
+            best = jnp.where(better, scale, found), jnp.where(better, own, error)
+            scale = least_squares(scale) if step < STEPS else scale
+        return best, None
+
+    (scale, _), _ = jax.lax.scan(begin, (first, squared(first)), jnp.asarray(CLIPS, first.dtype))
+    return scale
