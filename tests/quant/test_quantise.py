@@ -27,6 +27,7 @@ from jaxllm.models.packed_weight import is_packed
 from jaxllm.quant import smoothing
 from jaxllm.quant.input_statistics import CalibrationError, statistics
 from jaxllm.quant.packing import describe_packed
+from sharding import MeshSpec
 from tests import tiny
 
 ROWS, LENGTH = 6, 24
@@ -158,6 +159,26 @@ def test_activations_are_rounded_where_files_say_so(bits, group, activations, me
     assert 1e-4 < np.abs(plain - logits(load_hf(source))).max() < 0.3
     with pytest.raises(HubError, match="symmetric integers of 8 or 4 bits"):
         QuantiseConfig("rtn", 3, activations=activations)
+
+
+@pytest.mark.parametrize(("activations", "codebook"), [("int8", ""), ("", "fp8")])
+def test_one_scale_of_all_inputs_goes_to_every_device(activations, codebook, source, tmp_path):
+    """Inputs split over devices, each of which has the scale: the logits of one device."""
+    config = QuantiseConfig("rtn", 8, 0, activations=activations, codebook=codebook)
+    quantise(open_source(source), tmp_path / "out", config)
+    want = logits(load_tensors(*read_model(tmp_path / "out"), weights="packed"))
+    mesh = MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    packed = load_tensors(*read_model(tmp_path / "out"), mesh=mesh, weights="packed")
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(jnp.asarray(IDS[:LENGTH]).reshape(2, -1), jax.NamedSharding(mesh, jax.P("fsdp")))
+        run = functional(packed.config)
+        places = jnp.broadcast_to(jnp.arange(LENGTH // 2), tokens.shape)
+
+        def forward(params, tokens):
+            return run.head(params, run.forward(params, tokens, places, Segments())[0])
+
+        got = np.asarray(jax.jit(forward)(packed.params, tokens))
+    np.testing.assert_allclose(got[0], want[0, : LENGTH // 2], rtol=0, atol=1e-3 if activations else 1e-5)
 
 
 def test_a_budget_of_bits_is_spent_by_layer(source, tmp_path):
