@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.infer.embedder import Pooling
 from jaxllm.infer.llm import LLM
@@ -23,7 +23,9 @@ from jaxllm.parallel.distributed import DistributedError, ProcessGroup, StoppedE
 from jaxllm.serve.config import ServeConfig
 from jaxllm.serve.server import backend_factory, serve
 
+T = TypeVar("T")
 LOADING = "while it loaded the model"
+WAITING = "while it waited for the other processes"
 
 
 def serve_group(
@@ -47,16 +49,18 @@ def serve_group(
 
     Raises:
         DistributedError: the facts disagree, or the mesh has not the devices of all processes.
-        StoppedError: a signal came before the model was loaded: no other process may wait for this one.
+        StoppedError: a signal came before the processes had met, or before the model was loaded: no other process may
+            wait for this one.
         Exception: the one that kept the model from being loaded.
     """
     if group.size == 1:
         serve(config, backend_factory(load, pooling), **others)
         return
-    group.agree("the server", dict(facts or {}), 300.0)
     # A launcher signals all processes: process 0 drains, its server having a handler of its own, and the others end
-    # when it has ended. Uvicorn raises the signal again after it has handled it.
+    # when it has ended. Uvicorn raises the signal again after it has handled it. Until these handlers are there, JAX's
+    # own one of SIGTERM, which it has for training, lets a process go on.
     signals = _Signals()
+    signals.wait_for(lambda: group.agree("the server", dict(facts or {}), 300.0), WAITING)
     made: list[LLM] = []
 
     def load_over_all() -> LLM:
@@ -70,7 +74,7 @@ def serve_group(
         return llm
 
     if not group.is_leader:
-        signals.wait_for(load_over_all).engine.follow()
+        signals.wait_for(load_over_all, LOADING).engine.follow()
         return
     serve(config, backend_factory(load_over_all, pooling), **others)
     if not made:
@@ -99,25 +103,25 @@ class _Signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._remember)
 
-    def wait_for(self, load: Callable[[], LLM]) -> LLM:
-        """Result of ``load``, from a thread of its own: a signal ends the wait in the middle of a compilation.
+    def wait_for(self, work: Callable[[], T], doing: str) -> T:
+        """Result of ``work``, from a thread of its own: a signal ends the wait in the middle of a compilation.
 
         Raises:
-            StoppedError: a signal came first.
-            Exception: what ``load`` raises.
+            StoppedError: a signal came first; its message says what the process was ``doing``.
+            Exception: what ``work`` raises.
         """
-        done: Future[LLM] = Future()
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
-                done.set_result(load())
+                done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
 
-        threading.Thread(target=run, name="jaxllm-load", daemon=True).start()
+        threading.Thread(target=run, name="jaxllm-start", daemon=True).start()
         while not done.done():
             if self._came.wait(0.1):
-                raise StoppedError(LOADING, self.last)
+                raise StoppedError(doing, self.last)
         return done.result()
 
     def _remember(self, number: int, frame: object) -> None:

@@ -151,6 +151,31 @@ def test_a_signal_while_the_model_is_loaded_ends_any_process(rank, number, kept_
     assert time.monotonic() - began < 30, "it waited for the model"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_while_processes_wait_for_each_other_ends_any(rank, kept_handlers):
+    """JAX's handler of SIGTERM, which only notes it, is in force until then."""
+    waiting, forever = threading.Event(), threading.Event()
+
+    class Unmet(Alone):
+        def agree(self, topic: str, facts: Any, timeout: float | None = None) -> None:
+            waiting.set()
+            forever.wait(60)
+
+    def stop() -> None:
+        waiting.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        with pytest.raises(StoppedError, match="stopped by SIGTERM while it waited for the other processes"):
+            serve_group(ServeConfig(port=0), lambda: pytest.fail("it loads"), Unmet(rank))
+    finally:
+        thread.join()
+        forever.set()
+
+
 @pytest.mark.drawn(0.1)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_signal_ends_two_loading_processes(tmp_path, whole):
@@ -161,6 +186,9 @@ def test_a_signal_ends_two_loading_processes(tmp_path, whole):
         log = tmp_path / "logs" / "process_1.log"
         end = time.monotonic() + 100
         while not (log.exists() and "joining as" in log.read_text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        # A process that is still joining is killed by the signal, and the launcher starts all of them again.
+        while not all(has_handler(child_of(process.pid, rank)) for rank in "01") and time.monotonic() < end:
             time.sleep(0.05)
         time.sleep(2)
         if whole:
@@ -175,6 +203,13 @@ def test_a_signal_ends_two_loading_processes(tmp_path, whole):
         process.wait()
     assert process.returncode != 0
     assert "Traceback" not in said + log.read_text()
+
+
+def has_handler(pid: int) -> bool:
+    """Whether a process handles SIGTERM: JAX has a handler of its own once all processes have joined."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> signal.SIGTERM - 1 & 1)
 
 
 def child_of(pid: int, rank: str) -> int:

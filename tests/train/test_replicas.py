@@ -93,7 +93,8 @@ def reference(*, averages: bool) -> tuple[list[list[float]], list[Any], list[Any
     mesh = MeshSpec.parse("dp").build(jax.devices()[:1])
     abstract = abstract_state(model, transform, mesh)
     params = jax.tree.map(jnp.asarray, quick.params(CONFIG))
-    states = [init_state(model, transform, mesh, 0, abstract, params) for _ in range(REPLICAS)]
+    first = init_state(model, transform, mesh, 0, abstract, params)
+    states = [jax.tree.map(jnp.asarray, jax.device_get(first))] * REPLICAS  # off the mesh
     kept = [jax.device_get(params) for _ in range(REPLICAS)]
     losses = []
     for number in range(STEPS):
