@@ -43,6 +43,7 @@ SAMPLES = {
     "linear_cross_entropy": "pallas_kernels.cross_entropy.check_samples",
     "grouped_matmul": "pallas_kernels.grouped_matmul.check_samples",
     "grouped_lora": "pallas_kernels.grouped_lora.check_samples",
+    "packed_matmul": "pallas_kernels.packed_matmul.check_samples",
     "paged_attention": "pallas_kernels.paged_attention.check_samples",
 }
 """Operation -> module with ``samples(dtype)``. A ring needs several devices: it is checked by its tests alone."""

@@ -25,6 +25,7 @@ from sharding.ops import is_scattered as is_scattered
 from sharding.ops import join_tokens as join_tokens
 from sharding.ops import per_shard as per_shard
 from sharding.ops import project as project
+from sharding.ops import project_by_shard as project_by_shard
 from sharding.ops import project_many as project_many
 from sharding.ops import reduce_partial_sums as reduce_partial_sums
 from sharding.ops import ring_axis as ring_axis

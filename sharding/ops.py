@@ -31,6 +31,9 @@ SCATTERED_SUM = "scattered_sum"
 MatmulFn = Callable[[Array, Array, int, PartitionSpec | None], Array]
 """Matmul ``(x, w, contract, out_sharding) -> result`` that ``project`` uses, such as one in INT8 or FP8."""
 
+ShardMatmulFn = Callable[..., Array]
+"""Matmul ``(x, *arrays of the weight, over, tokens) -> result`` of one device's shards; see ``project_by_shard``."""
+
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
 
 
@@ -216,6 +219,37 @@ def project(
     # is then an all-gather of the cotangent and one matmul with the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
     return checkpoint_name(jax.sharding.reshard(matmul(x, w, contract, parts), there), SCATTERED_SUM)
+
+
+def project_by_shard(
+    multiply: ShardMatmulFn, x: Array, weight: tuple[Array, ...], out: LogicalAxes, contract: int
+) -> Array:
+    """Matmul of activations and a weight that consists of several arrays, each device with its shards.
+
+    Args:
+        multiply: the matmul of shards of ``x[B, S, *in]`` and of the weight's arrays; is told the mesh axes that the
+            inputs are split over, whose partial sums are added, and those that the tokens are split over.
+        weight: arrays, the first of which is sharded like ``[*in, *out]``.
+        out: logical axes of the result.
+    """
+    mesh = current_mesh()
+    if mesh is None:
+        return multiply(x, *weight, (), ())
+    there = current_rules().spec(out, mesh, what="activation")
+    first = _spec_of(weight[0])
+    of_inputs, of_tokens = first.partitions[:contract], _spec_of(x).partitions[: x.ndim - contract]
+    x = jax.sharding.reshard(x, jax.P(*of_tokens, *of_inputs))
+    over, tokens = tuple(sorted(_mesh_axes(of_inputs))), tuple(sorted(_mesh_axes(of_tokens)))
+    sharded = jax.P(*of_tokens, *first.partitions[contract:])
+    partial = bool(over) and _supports_unreduced(mesh)
+    if partial:
+        sharded = jax.P(*sharded, unreduced=frozenset(over))
+
+    def of_shard(*shards: Array) -> Array:
+        found = multiply(*shards, over, tokens)
+        return jax.lax.psum(found, over) if over and not partial else found
+
+    return jax.sharding.reshard(by_shard(of_shard, x, *weight, out=sharded), there)
 
 
 def is_scattered(w: Array, out: LogicalAxes, *, contract: int = 1) -> bool:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.convert.convert import copy_tokenizer_files
+from jaxllm.convert.group_smoothing import smooth_group
 from jaxllm.convert.quantise_config import QuantiseConfig
 from jaxllm.files import write_json
 from jaxllm.hub import safetensors
@@ -33,13 +34,14 @@ from jaxllm.hub.huggingface import leaves_by_path, match_tensors, sources_by_lea
 from jaxllm.hub.model_source import ModelSource
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart
 from jaxllm.models import BlockConfig, functional
-from jaxllm.quant import smoothing
+from jaxllm.quant.bit_allocation import BUDGET_BITS, LayerErrors, bits_of_matrices
 from jaxllm.quant.grids import GridParams
 from jaxllm.quant.input_statistics import BlockRecorder, InputStatistics, calibration_rows, leaf_path
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
 from jaxllm.quant.methods.rounding_table import METHODS
 
 REPORT = "quantisation.json"
+BITS = "bits.json"
 
 
 class MatrixReport(NamedTuple):
@@ -50,12 +52,14 @@ class MatrixReport(NamedTuple):
         error: squared error of its results over their squares, for the calibration rows; of its values without rows.
         nearest: the same, rounded to the nearest.
         remark: what there is to say.
+        bits: bits of its codes.
     """
 
     name: str
     error: float
     nearest: float
     remark: str
+    bits: int
 
 
 @dataclass
@@ -102,7 +106,8 @@ class _Quantiser:
         self.model = functional(source.config)
         dtype = "float32" if source.format == "gguf" else _stored_dtype(source)
         scale_dtype = dtype if config.layout == METHOD else "float16"
-        self.dtype, self.grid, self.scale_dtype = dtype, config.grid(scale_dtype), scale_dtype
+        self.dtype, self.scale_dtype = dtype, config.scale_dtype(scale_dtype)
+        self.bits: dict[tuple[str, int], int] = {}
         self.group = config.inputs_of_group
         leaves = leaves_by_path(self.model.abstract())
         table = family(source.source).table
@@ -129,6 +134,8 @@ class _Quantiser:
     def run(self, progress: Progress | None) -> QuantiseReport:
         self._open_work()
         recorder = BlockRecorder(self.model)
+        if self.config.budget:
+            self._allocate(recorder)
         hidden = None if self.tokens is None else recorder.embed(self._ends(), self.tokens)
         total, first = sum(repeats for _, repeats in self.source.config.segments), 0
         done = 0
@@ -214,7 +221,7 @@ class _Quantiser:
             _, seen = recorder.run(s, params, hidden, first, record=True)
         flat = leaves_by_path(params)
         if self.method.smooths:
-            flat, seen = self._smooth(group, flat, seen)
+            flat, seen = self._smooth(group, s, row, flat, seen)
         reports, chosen = [], {}
         for path in flat:
             whole = f"segments/{s}/{path}"
@@ -236,10 +243,7 @@ class _Quantiser:
         self, path: str, weight: Any, seen: InputStatistics | None, row: int
     ) -> tuple[Any, list[tuple[np.ndarray, GridParams]], MatrixReport]:
         """(values that the codes stand for, codes and parameters of each expert or of the one matrix, report)."""
-        inputs = self._inputs(path)
-        matrices = (
-            weight.reshape(-1, inputs, weight.size // inputs) if self._experts(path) else weight.reshape(1, inputs, -1)
-        )
+        inputs, matrices, grid = self._inputs(path), self._matrices(path, weight), self._grid(path, row)
         out, chosen, errors, remarks = [], [], np.zeros(3), []
         for e, matrix in enumerate(matrices):
             gram = None if seen is None else seen.gram[e] if self._experts(path) else seen.gram
@@ -248,61 +252,92 @@ class _Quantiser:
                 remarks.append(f"expert {e} has no rows, rounded to the nearest")
             else:
                 rounding = self.method.round
-            codes, params, remark = rounding(matrix, gram, self.grid, self.group)
+            codes, params, remark = rounding(matrix, gram, grid, self.group)
             remarks += [remark] * bool(remark)
             size = self.group or inputs
-            dense = self.grid.decode(codes, spread(params, size, inputs))
-            plain, plain_params = round_to_nearest(matrix, self.grid, self.group)
-            nearest = self.grid.decode(plain, spread(plain_params, size, inputs))
+            dense = grid.decode(codes, spread(params, size, inputs))
+            nearest = self._nearest(matrix, grid)
             errors += [_squared(x, gram) for x in (matrix - dense, matrix - nearest, matrix)]
             out.append(dense)
             chosen.append((np.asarray(codes), jax.tree.map(np.asarray, params)))
         whole = max(errors[2], np.finfo(np.float64).tiny)
-        report = MatrixReport(f"{path}[{row}]", errors[0] / whole, errors[1] / whole, "; ".join(remarks))
+        report = MatrixReport(f"{path}[{row}]", errors[0] / whole, errors[1] / whole, "; ".join(remarks), grid.bits)
         return jnp.stack(out).reshape(weight.shape), chosen, report
 
     def _smooth(
-        self, group: Sequence[BlockConfig], flat: dict[str, Any], seen: dict[str, InputStatistics]
+        self, group: Sequence[BlockConfig], s: int, row: int, flat: dict[str, Any], seen: dict[str, InputStatistics]
     ) -> tuple[dict[str, Any], dict[str, InputStatistics]]:
         """Parameters and statistics after factors have moved from activations into weights."""
-        for b, block in enumerate(group):
-            own = {path.removeprefix(f"{b}/"): path for path in flat if path.startswith(f"{b}/")}
-            for one in smoothing.smoothed_inputs(block, self.source.config.norm, tuple(own)):
-                inside = {short: flat[path] for short, path in own.items()}
-                first = one.used[0]
-                stats, shape = seen[own[first]], inside[first].shape
-                factors = self._factors(one, inside, stats, shape)
-                for short, value in smoothing.smooth(inside, one, factors).items():
-                    flat[own[short]] = value
-                wide = jnp.asarray(smoothing.spread_heads(factors, shape, one.repeats))
-                for short in one.used:
-                    old = seen[own[short]]
-                    seen[own[short]] = old._replace(
-                        gram=old.gram / wide[:, None] / wide, total=old.total / wide, most=old.most / wide
-                    )
+
+        def error(path: str, matrix: Any, gram: Any, factors: np.ndarray) -> float:
+            wide = jnp.asarray(factors, jnp.float32)[:, None]
+            grid = self._grid(f"segments/{s}/{path}", row)
+            return float(_squared(matrix - self._nearest(matrix * wide, grid) / wide, gram))
+
+        how = self.method.smooths
+        flat, seen, shifted = smooth_group(group, self.source.config.norm, flat, seen, how, error)
+        if how == "smoothquant_bias" and not shifted:
+            raise HubError(
+                "smoothquant_bias shifts inputs by biases, and no layer of this model has one where its input is made "
+                "and where it is used (norms with a bias, or values and the output projection); choose smoothquant."
+            )
         return flat, seen
 
-    def _factors(
-        self, one: smoothing.SmoothedInput, inside: Mapping[str, Any], stats: InputStatistics, shape: tuple[int, ...]
-    ) -> np.ndarray:
-        gather = lambda x: smoothing.gather_heads(np.asarray(x, np.float64), shape, one.repeats)  # noqa: E731
-        inputs = stats.total.shape[-1]
-        matrices = [inside[path].reshape(inputs, -1) for path in one.used]
-        if self.method.smooths == "smoothquant":
-            largest = np.max([np.abs(np.asarray(w)).max(1) for w in matrices], axis=0)
-            return smoothing.smoothquant_factors(gather(stats.most), gather(largest))
-        gram = stats.gram
+    def _nearest(self, matrix: Any, grid: Any) -> Any:
+        """The matrix rounded to the nearest."""
+        codes, params = round_to_nearest(matrix, grid, self.group)
+        return grid.decode(codes, spread(params, self.group or matrix.shape[0], matrix.shape[0]))
 
-        def error(factors: np.ndarray) -> float:
-            wide = jnp.asarray(smoothing.spread_heads(factors, shape, one.repeats), jnp.float32)[:, None]
-            total = 0.0
-            for matrix in matrices:
-                codes, params = round_to_nearest(matrix * wide, self.grid, self.group)
-                dense = self.grid.decode(codes, spread(params, self.group or inputs, inputs)) / wide
-                total += float(_squared(matrix - dense, gram))
-            return total
+    def _grid(self, path: str, row: int, bits: int | None = None) -> Any:
+        """Grid of the codes of a matrix, in the bits that it was given or in others."""
+        return self.config.grid(self.scale_dtype, bits or self.bits.get((path, row)))
 
-        return smoothing.awq_factors(gather(stats.total / stats.count), error)[0]
+    def _allocate(self, recorder: BlockRecorder) -> None:
+        """Gives every matrix its bits, by the errors of rounding to the nearest.
+
+        Rows go through the model in float for it. Bits are kept beside the finished blocks.
+        """
+        file = self.work / BITS
+        if not file.exists():
+            hidden = None if self.tokens is None else recorder.embed(self._ends(), self.tokens)
+            found: dict[tuple[str, int], LayerErrors] = {}
+            first = 0
+            for s, (group, repeats) in enumerate(self.source.config.segments):
+                for row in range(repeats):
+                    params, seen = self._group(s, row), {}
+                    if hidden is not None:
+                        hidden, seen = recorder.run(s, params, hidden, first, record=True)
+                    for path, weight in leaves_by_path(params).items():
+                        whole = f"segments/{s}/{path}"
+                        if whole in self.contracted:
+                            found[whole, row] = self._errors_by_bits(whole, weight, seen.get(path), row)
+                    first += len(group)
+            together = [[(part.path, part.at[0]) for part in t.parts if part.at] for t in self.found.values()]
+            rows = [[*key, n] for key, n in bits_of_matrices(found, together, self.config.budget).items()]
+            write_json(file, rows)
+        self.bits = {(path, row): n for path, row, n in json.loads(file.read_text())}
+
+    def _errors_by_bits(self, path: str, weight: Any, seen: InputStatistics | None, row: int) -> LayerErrors:
+        matrices = self._matrices(path, weight)
+        grams = [
+            None if seen is None else seen.gram[e] if self._experts(path) else seen.gram for e in range(len(matrices))
+        ]
+        whole = sum(float(_squared(m, g)) for m, g in zip(matrices, grams, strict=True))
+        error = {
+            n: sum(
+                float(_squared(m - self._nearest(m, self._grid(path, row, n)), g))
+                for m, g in zip(matrices, grams, strict=True)
+            )
+            / max(whole, np.finfo(np.float64).tiny)
+            for n in BUDGET_BITS
+        }
+        return LayerErrors(int(weight.size), error)
+
+    def _matrices(self, path: str, weight: Any) -> Any:
+        """Matrices [E, I, O] of the experts, or the one."""
+        inputs = self._inputs(path)
+        experts = weight.shape[0] if self._experts(path) else 1
+        return weight.reshape(experts, inputs, -1)
 
     def _tensors(
         self,
@@ -319,7 +354,7 @@ class _Quantiser:
             codes = np.concatenate([codes.T for codes, _ in pieces])
             scale = np.concatenate([params.scale.T for _, params in pieces]).astype(jnp.dtype(self.scale_dtype))
             zero = np.concatenate([params.zero.T for _, params in pieces])
-            return self.config.tensors(name, codes, scale, zero)
+            return self.config.tensors(name, codes, scale, zero, self.bits.get((parts[0].path, parts[0].at[0])))
         values = [part.piece.to_hf(np.asarray(flat[part.path.removeprefix(prefix)][part.at[1:]])) for part in parts]
         whole = values[0] if len(values) == 1 else np.concatenate(values, parts[0].axis)
         return {name: np.ascontiguousarray(whole).astype(jnp.dtype(self.dtype))}
@@ -340,7 +375,13 @@ class _Quantiser:
 
     def _entry(self) -> dict[str, Any]:
         linear = {name.removesuffix(".weight") for name in self.source.tensors if name.endswith(".weight")}
-        return self.config.entry(sorted(linear))
+        bits = {
+            name.removesuffix(".weight"): self.bits[part.path, part.at[0]]
+            for name, tensor in self.found.items()
+            for part in tensor.parts[:1]
+            if part.at and (part.path, part.at[0]) in self.bits
+        }
+        return self.config.entry(sorted(linear), bits)
 
     def _write(self) -> None:
         """The finished model."""

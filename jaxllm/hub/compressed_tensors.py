@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,16 @@ from jaxllm.hub.errors import HubError
 from jaxllm.hub.float_codes import ValueCodes, value_codes, value_scheme
 from jaxllm.hub.stored_codes import pack_bits, unpack_bits
 from jaxllm.quant.formats.code_groups import CodeGroups
+from jaxllm.quant.formats.int8_activations import Int8Activations
 from jaxllm.quant.grids import IntGrid
 
 METHOD = "compressed-tensors"
 VALUE_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp4-pack-quantized")
+INT8_TOKENS: dict[str, Any] = {
+    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "block_structure": None,
+    "dynamic": True, "actorder": None, "observer": None, "observer_kwargs": {},
+}  # fmt: skip
+"""Scheme of activations in int8 with scales of tokens that are found as they are multiplied."""
 PACKED, SCALE, ZERO, SHAPE = "_packed", "_scale", "_zero_point", "_shape"
 
 
@@ -38,12 +44,14 @@ class IntScheme:
         group: columns that share a scale; None: all of a row.
         symmetric: whether there are no zero points.
         targets: layers by name, by ``re:`` and a pattern, or all ("Linear").
+        activations: whether activations are rounded to int8, with dynamic scales of tokens.
     """
 
     bits: int
     group: int | None
     symmetric: bool
     targets: tuple[str, ...] = ("Linear",)
+    activations: bool = False
 
     def takes(self, layer: str) -> bool:
         """Whether a layer of this name has the scheme."""
@@ -70,7 +78,8 @@ class PackedMatrix:
 
     def form(self, axis: int, contract: int) -> CodeGroups:
         """Format of the packed weight."""
-        return CodeGroups(IntGrid(self.scheme.bits, self.scheme.symmetric), self.scheme.group, axis, contract)
+        make = Int8Activations if self.scheme.activations else CodeGroups
+        return make(IntGrid(self.scheme.bits, self.scheme.symmetric), self.scheme.group, axis, contract)
 
     def params(self, rows: slice) -> list[np.ndarray]:
         """Scales of some rows, and zero points of asymmetric codes."""
@@ -119,13 +128,26 @@ def packed_tensors(
     return out
 
 
-def config_entry(scheme: IntScheme, ignore: list[str], codebook: str = "") -> dict[str, Any]:
+def config_entry(schemes: Sequence[IntScheme], ignore: list[str], codebook: str = "") -> dict[str, Any]:
     """``quantization_config`` of ``config.json``.
 
     Args:
-        codebook: "fp8" or "mxfp4" in place of integer codes.
+        schemes: of groups of layers.
+        codebook: "fp8", "mxfp4" or "int8" (bytes) in place of packed codes.
         ignore: linear layers that are not quantised.
     """
+    kind = value_scheme(codebook)[0] if codebook else "pack-quantized"
+    return {
+        "quant_method": METHOD,
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": _config_group(scheme, codebook) for i, scheme in enumerate(schemes)},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _config_group(scheme: IntScheme, codebook: str) -> dict[str, Any]:
     weights = {
         "num_bits": scheme.bits,
         "type": "int",
@@ -138,16 +160,12 @@ def config_entry(scheme: IntScheme, ignore: list[str], codebook: str = "") -> di
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    kind, own = value_scheme(codebook) if codebook else ("pack-quantized", {})
-    weights |= own
-    group = {"targets": list(scheme.targets), "weights": weights, "input_activations": None, "output_activations": None}
+    weights |= value_scheme(codebook)[1] if codebook else {}
     return {
-        "quant_method": METHOD,
-        "format": kind,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
+        "targets": list(scheme.targets),
+        "weights": weights,
+        "input_activations": dict(INT8_TOKENS) if scheme.activations else None,
+        "output_activations": None,
     }
 
 
@@ -176,17 +194,29 @@ def schemes(given: Mapping[str, Any]) -> list[IntScheme]:
             raise HubError(
                 f"config.json: {label} of {METHOD} has scales by {weights.get('strategy')!r}; read: group, channel."
             )
-        if group.get("input_activations") is not None:
-            raise HubError(f"config.json: {label} of {METHOD} quantises activations too; read are weights alone.")
+        activations = group.get("input_activations")
+        symmetric = bool(weights.get("symmetric", True))
+        if activations is not None and not (_int8_tokens(activations) and symmetric and weights["num_bits"] in (4, 8)):
+            raise HubError(
+                f"config.json: {label} of {METHOD} quantises activations too; read are dynamic int8 by token beside "
+                "symmetric weights of 4 or 8 bits, and weights alone."
+            )
         size = weights.get("group_size") if weights["strategy"] == "group" else None
         if weights["strategy"] == "group" and not (type(size) is int and size > 0):
             raise HubError(f"config.json: {label} of {METHOD} has group_size = {size!r}; legal: a positive number.")
         found.append(
-            IntScheme(weights["num_bits"], size, bool(weights.get("symmetric", True)), tuple(group.get("targets", ())))
+            IntScheme(weights["num_bits"], size, symmetric, tuple(group.get("targets", ())), activations is not None)
         )
     if not found:
         raise HubError(f"config.json: {METHOD} has no config_groups.")
     return [one for one in found if one is not None]
+
+
+def _int8_tokens(activations: Any) -> bool:
+    """Whether a scheme of activations is ``INT8_TOKENS``."""
+    return isinstance(activations, Mapping) and all(
+        activations.get(key) == INT8_TOKENS[key] for key in ("num_bits", "type", "symmetric", "strategy", "dynamic")
+    )
 
 
 def _is_of_values(given: Mapping[str, Any], group: Any) -> bool:
@@ -215,6 +245,7 @@ def packed_matrices(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
         HubError: arrays are missing, or of another shape or dtype than the scheme says.
     """
     known = schemes(given)
+    rounds = any(_int8_tokens(group.get("input_activations")) for group in given["config_groups"].values())
     parts = (SCALE, ZERO, SHAPE, "_g_idx")
     out: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -224,7 +255,7 @@ def packed_matrices(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
             continue
         whole = name.removesuffix(PACKED)
         if name.endswith(".weight") and (scale := tensors.get(name + SCALE)) is not None:
-            out[name] = value_codes(name, tensor, scale)
+            out[name] = value_codes(name, tensor, scale, rounds)
             continue
         if not name.endswith(".weight" + PACKED):
             if str(tensor.dtype).startswith(("float8", "int8")):

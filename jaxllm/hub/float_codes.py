@@ -19,6 +19,7 @@ from jaxtyping import Float, UInt8
 from jaxllm.hub.errors import HubError
 from jaxllm.quant.codebooks import CODEBOOKS, CodebookGrid
 from jaxllm.quant.formats.code_groups import CodeGroups
+from jaxllm.quant.formats.int8_activations import Int8Activations
 from jaxllm.quant.grids import IntGrid
 
 MX_GROUP = 32
@@ -34,12 +35,14 @@ class ValueCodes:
         shape: rows and columns.
         values: values, or packed codes, as they are in the file.
         scale: scales, as they are in the file.
+        activations: whether activations are rounded to int8 with scales of tokens, which int8 alone has.
     """
 
     name: str
     shape: tuple[int, int]
     values: Any
     scale: Any
+    activations: bool = False
 
     @property
     def unit(self) -> int:
@@ -49,6 +52,8 @@ class ValueCodes:
     def form(self, axis: int, contract: int) -> CodeGroups:
         """Format of the packed weight."""
         grid = IntGrid(8) if self.name == "int8" else CodebookGrid(self.name)
+        if self.activations and self.name == "int8":
+            return Int8Activations(grid, None, axis, contract)
         return CodeGroups(grid, MX_GROUP if self.name == "mxfp4" else None, axis, contract)
 
     def codes(self, rows: slice) -> UInt8[np.ndarray, "o I"]:
@@ -79,8 +84,11 @@ class ValueCodes:
         return levels[codes] * scale[:, np.arange(self.shape[1])[columns] // self.unit]
 
 
-def value_codes(name: str, values: Any, scale: Any) -> ValueCodes:
+def value_codes(name: str, values: Any, scale: Any, activations: bool = False) -> ValueCodes:
     """The matrix ``name`` [O, I] of float8 or int8 values, or of MXFP4 codes (uint8).
+
+    Args:
+        activations: whether those of int8 are rounded to int8 too.
 
     Raises:
         HubError: values of another dtype, or scales of another shape.
@@ -95,13 +103,15 @@ def value_codes(name: str, values: Any, scale: Any) -> ValueCodes:
         raise HubError(
             f"{name}_scale is {scale.dtype}{list(scale.shape)}; {kind} of [{rows}, {columns}] has scales {legal[0]}."
         )
-    return ValueCodes(kind, (rows, columns), values, scale)
+    return ValueCodes(kind, (rows, columns), values, scale, activations)
 
 
 def value_tensors(
     name: str, kind: str, codes: UInt8[np.ndarray, "O I"], scale: Float[np.ndarray, "O G"]
 ) -> dict[str, np.ndarray]:
-    """Tensors of a file for the matrix called ``name``, whose codes are those of "fp8" or "mxfp4"."""
+    """Tensors of a file for the matrix called ``name``, whose codes are those of "fp8", "mxfp4" or "int8"."""
+    if kind == "int8":
+        return {name: np.ascontiguousarray(codes ^ 128).view(np.int8), f"{name}_scale": scale}
     if kind == "fp8":
         return {name: np.ascontiguousarray(codes).view(ml_dtypes.float8_e4m3fn), f"{name}_scale": scale}
     exponents = np.frexp(scale.astype(np.float32))[1] - 1 + E8M0_BIAS
@@ -112,7 +122,9 @@ def value_tensors(
 
 
 def value_scheme(kind: str) -> tuple[str, dict[str, Any]]:
-    """(format, fields of the weights' scheme) of compressed-tensors for "fp8" or "mxfp4"."""
+    """(format, fields of the weights' scheme) of compressed-tensors for "fp8", "mxfp4" or "int8"."""
+    if kind == "int8":
+        return "int-quantized", {"strategy": "channel", "group_size": None}
     if kind == "fp8":
         return "float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
     return "mxfp4-pack-quantized", {

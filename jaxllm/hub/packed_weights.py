@@ -129,7 +129,9 @@ def _place_codes(leaf: Any, stack: tuple[int, ...], sources: list[tuple[Any, Ten
     placed = jax.sharding.NamedSharding(mesh, jax.P(*form.scale_axes(spec)))
     split = leaf.shape[first] // leaf.sharding.shard_shape(leaf.shape)[first]
     inputs, unit = math.prod(leaf.shape[first : first + contract]), max(one.unit for one in whole)
-    if split > 1 and inputs % (split * unit):
+    if split > 1 and form.group is None:  # every shard has the one scale of all inputs
+        scales = np.repeat(scales, split, axis=first + 1)
+    elif split > 1 and inputs % (split * unit):
         raise HubError(
             f"{path}: the mesh splits {inputs} inputs {split} ways, but {unit} of them share a "
             "scale; split them over fewer devices, or load the model plain."

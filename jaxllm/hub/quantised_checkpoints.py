@@ -8,6 +8,8 @@ Formats, by ``quantization_config`` in ``config.json``:
   half, share a power of two (e8m0). ``NAME_blocks`` [E, O, G, 16] and ``NAME_scales`` [E, O, G] are NAME [E, 32 G, O].
 - ``gptq`` and ``awq``: integer codes, see ``jaxllm.hub.gptq_awq``.
 - ``compressed-tensors``: integer codes of 2 to 8 bits with scales of groups, see ``jaxllm.hub.compressed_tensors``.
+- ``bitsandbytes``: int8 with a scale for each row, see ``jaxllm.hub.bitsandbytes``.
+- ``lookup-table``: levels of a table times scales of groups, see ``jaxllm.hub.lookup_codes``.
 
 Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns.
 """
@@ -21,10 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from jaxllm.hub.bitsandbytes import BITSANDBYTES, Int8Rows, int8_rows
 from jaxllm.hub.compressed_tensors import METHOD, PackedMatrix, packed_matrices
 from jaxllm.hub.errors import HubError
 from jaxllm.hub.float_codes import ValueCodes
 from jaxllm.hub.gptq_awq import ColumnCodes, column_codes
+from jaxllm.hub.lookup_codes import LOOKUP_METHOD, LookupCodes, lookup_codes
 
 CONFIG_KEY = "quantization_config"
 SCALE = "_scale_inv"
@@ -63,7 +67,7 @@ class DequantisedTensor:
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
-    stored: QuantisedArrays | PackedMatrix | ColumnCodes | ValueCodes | None = None
+    stored: QuantisedArrays | PackedMatrix | ColumnCodes | ValueCodes | LookupCodes | Int8Rows | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -194,10 +198,11 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _integers(given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    read = packed_matrices if given["quant_method"] == METHOD else column_codes
+    readers = {METHOD: packed_matrices, LOOKUP_METHOD: lookup_codes, BITSANDBYTES: int8_rows}
+    read = readers.get(given["quant_method"], column_codes)
     return {
         name: DequantisedTensor(one.shape, lambda index, one=one: one.dense(*index), one)
-        if isinstance(one, PackedMatrix | ColumnCodes | ValueCodes)
+        if isinstance(one, PackedMatrix | ColumnCodes | ValueCodes | LookupCodes | Int8Rows)
         else one
         for name, one in read(given, tensors).items()
     }
@@ -209,4 +214,6 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]
     METHOD: _integers,
     "gptq": _integers,
     "awq": _integers,
+    LOOKUP_METHOD: _integers,
+    BITSANDBYTES: _integers,
 }

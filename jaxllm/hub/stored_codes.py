@@ -105,10 +105,14 @@ def pack_bits(codes: UInt8[np.ndarray, "R C"], bits: int) -> Int32[np.ndarray, "
 
 def unpack_bits(words: Int32[np.ndarray, "R W"], bits: int, count: int) -> UInt8[np.ndarray, "R C"]:
     """The first ``count`` codes of each row of words; the inverse of ``pack_bits``."""
-    data = np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8)
+    return unpack_rows(np.ascontiguousarray(words.astype("<i4", copy=False)).view(np.uint8), bits, count)
+
+
+def unpack_rows(data: UInt8[np.ndarray, "R B"], bits: int, count: int) -> UInt8[np.ndarray, "R C"]:
+    """The first ``count`` codes of each row of bytes; the inverse of ``pack_rows``."""
     if bits == 8:
         return data[:, :count]
     if bits == 4:
         return np.stack([data & 15, data >> 4], axis=2).reshape(len(data), -1)[:, :count]
-    stream = np.unpackbits(data, axis=1, bitorder="little", count=count * bits).reshape(len(words), count, bits)
+    stream = np.unpackbits(data, axis=1, bitorder="little", count=count * bits).reshape(len(data), count, bits)
     return (stream << np.arange(bits, dtype=np.uint8)).sum(axis=2, dtype=np.uint8)

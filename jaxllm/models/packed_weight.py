@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.params import at_least_f32
-from pallas_kernels._compat import vary_over, varying_axes
+from pallas_kernels._compat import target_device, vary_over, varying_axes
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
 from sharding import LogicalAxes
 
 DEQUANTISED_BYTES = 2**29
@@ -59,10 +60,45 @@ class WeightFormat(Protocol):
 
 @runtime_checkable
 class FusedFormat(Protocol):
-    """Format whose matmul is a sum of matmuls with weights that XLA unpacks within them, on one device."""
+    """Format whose matmul is a sum of matmuls with weights that XLA unpacks within them."""
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense weight, see ``WeightFormat``."""
+        ...
 
     def terms(self, x: Float[Array, "... I"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
         """Activations and weights, with one dimension of inputs, whose products' sum is that of the dense weight."""
+        ...
+
+    def kernel_terms(
+        self, x: Float[Array, "... I"], values: Array, scales: Array
+    ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]] | None:
+        """Operands of ``packed_matmul`` after the activations, and terms to add; None where it has no such codes."""
+        ...
+
+
+@runtime_checkable
+class ActivationFormat(Protocol):
+    """Format whose matmul rounds the activations too."""
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether a token's result depends on the other tokens of the call."""
+        ...
+
+    def round_activations(self, x: Float[Array, "... I"]) -> Float[Array, "... I"]:
+        """The values that activations have when they are multiplied."""
+        ...
+
+    def multiply(
+        self, x: Float[Array, "... I"], values: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]
+    ) -> Float[Array, "..."]:
+        """Matmul of one device's tokens and inputs, in at least float32.
+
+        Args:
+            over: mesh axes that the inputs are split over.
+            tokens: mesh axes that the tokens are split over.
+        """
         ...
 
 
@@ -109,22 +145,26 @@ class PackedWeight:
         return sharding.by_shard(unpack, self.values, self.scales)
 
     def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
-        """Matmul with the dequantised weight.
+        """Matmul with the dequantised weight, or of rounded activations in integers where the format says so.
 
-        On one device XLA unpacks it within the matmul: for few rows the dense weight is never written.
+        Every device multiplies its shard: with ``packed_matmul`` on TPUs and GPUs, else XLA unpacks it within the
+        matmul. For few rows the dense weight is never written.
         """
-        mesh = sharding.current_mesh()
-        if not isinstance(self.format, FusedFormat) or (mesh is not None and mesh.size > 1):
-            return sharding.project(x, self.dense(x.dtype), out, contract=contract)
-        terms = self.format.terms(x.reshape(*x.shape[: x.ndim - contract], -1), self.values, self.scales)
-        parts = [sharding.project(part, weight, out, multiply=_wide_dot) for part, weight in terms]
-        return functools.reduce(operator.add, parts).astype(x.dtype)
+        if isinstance(self.format, ActivationFormat):
+            return _rounded_project(self.format, out, contract, x, self.values, self.scales)
+        if isinstance(self.format, FusedFormat):
+            return sharding.project_by_shard(
+                functools.partial(_fused_matmul, self.format, contract), x, (self.values, self.scales), out, contract
+            ).astype(x.dtype)
+        return sharding.project(x, self.dense(x.dtype), out, contract=contract)
 
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
 
         At a time: as many experts as fit ``DEQUANTISED_BYTES``; one if there are fewer rows than experts (decode).
         """
+        if isinstance(self.format, ActivationFormat):
+            rows = self.format.round_activations(rows)
         experts, inner, columns = self.shape
         most = max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize)) if rows.shape[0] > experts else 1
         chunk = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
@@ -146,16 +186,69 @@ class PackedWeight:
         return jax.lax.fori_loop(0, experts // chunk, some, out)
 
 
-def _wide_dot(x: Array, w: Array, contract: int, there: Any) -> Array:
-    """Matmul whose result is in at least float32, because terms are summed before they are rounded."""
-    over = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    wide = at_least_f32(x.dtype)
-    return jax.lax.dot_general(x, w, (over, ((), ())), preferred_element_type=wide, out_sharding=there)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _rounded_project(form: Any, out: LogicalAxes, contract: int, x: Array, values: Array, scales: Array) -> Array:
+    """Matmul of activations that are rounded; its gradient is that of the dense weight (straight-through)."""
+
+    def multiply(x: Array, values: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]) -> Array:
+        return form.multiply(x.reshape(*x.shape[: x.ndim - contract], -1), values, scales, over, tokens)
+
+    return sharding.project_by_shard(multiply, x, (values, scales), out, contract).astype(x.dtype)
+
+
+def _rounded_forward(
+    form: Any, out: LogicalAxes, contract: int, x: Array, values: Array, scales: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _rounded_project(form, out, contract, x, values, scales), (x, values, scales)
+
+
+def _rounded_backward(
+    form: Any, out: LogicalAxes, contract: int, kept: tuple[Array, Array, Array], dy: Array
+) -> tuple[Array, None, None]:
+    x, values, scales = kept
+    dense = PackedWeight(values, scales, form).dense(x.dtype)
+    _, back = jax.vjp(lambda x: sharding.project(x, dense, out, contract=contract), x)
+    return back(dy)[0], None, None
+
+
+_rounded_project.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _fused_matmul(
+    form: FusedFormat,
+    contract: int,
+    x: Array,
+    values: Array,
+    scales: Array,
+    over: tuple[str, ...],
+    tokens: tuple[str, ...],
+) -> Array:
+    """Matmul of one device's shards, in at least float32 but for the kernel's, which has the dtype of x."""
+    rows = x.reshape(*x.shape[: x.ndim - contract], -1)
+    if target_device().platform == "cpu" or (found := form.kernel_terms(rows, values, scales)) is None:
+        parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
+        return functools.reduce(operator.add, parts)
+    codes, by_group, kind, terms = found
+    first = packed_matmul(rows.reshape(-1, rows.shape[-1]), codes, by_group, kind)
+    first = first.reshape(*x.shape[: x.ndim - contract], *form.shape(values.shape)[contract:])
+    return functools.reduce(operator.add, [first, *(_wide_dot(part, weight) for part, weight in terms)])
+
+
+def _wide_dot(x: Array, w: Array) -> Array:
+    """Matmul ``x[..., I] @ w[I, *out]`` in at least float32, because terms are summed before they are rounded."""
+    y = jnp.matmul(x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1), preferred_element_type=at_least_f32(x.dtype))
+    return y.reshape(*x.shape[:-1], *w.shape[1:])
 
 
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:
     """Logical axes of the arrays that a weight with these consists of: itself, or packed values and scales, or more."""
     return weight.array_axes(axes) if hasattr(weight, "array_axes") else [axes]
+
+
+def batch_dependent_formats(params: Any) -> list[str]:
+    """Formats in a parameter tree with which a token's result depends on the other tokens of the call."""
+    forms = {node.format for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)}
+    return sorted(str(form) for form in forms if isinstance(form, ActivationFormat) and form.depends_on_batch)
 
 
 def is_packed(x: Any) -> bool:

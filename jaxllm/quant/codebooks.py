@@ -48,6 +48,11 @@ class CodebookGrid:
         return CODEBOOKS[self.name].size.bit_length() - 1
 
     @property
+    def levels(self) -> tuple[float, ...]:
+        """Value of each code before its scale."""
+        return tuple(float(x) for x in CODEBOOKS[self.name])
+
+    @property
     def stored(self) -> int:
         """The scale alone."""
         return 1

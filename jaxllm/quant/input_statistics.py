@@ -34,12 +34,17 @@ class InputStatistics(NamedTuple):
         gram: sum of the outer products of the inputs with themselves.
         total: sum of the magnitudes of each input.
         most: largest magnitude of each input.
+        low, high: smallest and largest value of each input.
+        signed: sum of each input.
         count: number of rows.
     """
 
     gram: Float[Array, "*E I I"]
     total: Float[Array, "*E I"]
     most: Float[Array, "*E I"]
+    low: Float[Array, "*E I"]
+    high: Float[Array, "*E I"]
+    signed: Float[Array, "*E I"]
     count: Int[Array, "*E"]
 
     def with_more(self, other: InputStatistics) -> InputStatistics:
@@ -48,7 +53,30 @@ class InputStatistics(NamedTuple):
             self.gram + other.gram,
             self.total + other.total,
             jnp.maximum(self.most, other.most),
+            jnp.minimum(self.low, other.low),
+            jnp.maximum(self.high, other.high),
+            self.signed + other.signed,
             self.count + other.count,
+        )
+
+    def divided(self, factors: Float[Array, " I"]) -> InputStatistics:
+        """Statistics of the inputs over factors."""
+        gram = self.gram / factors[:, None] / factors
+        total, most, low, high, signed = (x / factors for x in self[1:-1])
+        return InputStatistics(gram, total, most, low, high, signed, self.count)
+
+    def shifted(self, by: Float[Array, " I"]) -> InputStatistics:
+        """Statistics of the inputs less a shift; the sum of magnitudes is a bound."""
+        across = self.signed[:, None] * by
+        low, high = self.low - by, self.high - by
+        return InputStatistics(
+            self.gram - across - across.T + self.count * by[:, None] * by,
+            self.total + self.count * jnp.abs(by),
+            jnp.maximum(jnp.abs(low), jnp.abs(high)),
+            low,
+            high,
+            self.signed - self.count * by,
+            self.count,
         )
 
 
@@ -100,7 +128,9 @@ def statistics(rows: Float[Array, "M I"]) -> InputStatistics:
     """Statistics of rows."""
     rows = rows.astype(at_least_f32(rows.dtype))
     size = jnp.abs(rows)
-    return InputStatistics(rows.T @ rows, size.sum(0), size.max(0), jnp.asarray(rows.shape[0]))
+    return InputStatistics(
+        rows.T @ rows, size.sum(0), size.max(0), rows.min(0), rows.max(0), rows.sum(0), jnp.asarray(rows.shape[0])
+    )
 
 
 def calibration_rows(ids: Sequence[int], rows: int, length: int) -> Int[np.ndarray, "B S"]:

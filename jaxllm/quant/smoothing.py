@@ -6,6 +6,10 @@ columns of the matrix before it, and the rows of its weights are multiplied by s
 SmoothQuant (arXiv:2211.10438) chooses s so that activations and weights share the range; AWQ (arXiv:2306.00978) so
 that the weights of large activations are rounded finely, by the error of the result.
 
+With a bias term (SQ-b of MPTQ-ViT, arXiv:2401.14895) an input is shifted first, so that the range of every channel is
+around 0: ``x w + c = (x - z) w + (c + z w)``. The shift is taken from the bias of the layer that makes the input, and
+added to those of the layers that use it, so that both have to be there.
+
 Legend: I channels, O outputs, H hidden.
 """
 
@@ -35,11 +39,13 @@ class SmoothedInput:
         made: path of the gain, bias or matrix whose last dimensions are the input's channels; its values are divided.
         used: paths of the matrices whose first dimensions are the channels; they are multiplied.
         repeats: consumers' channels for each of the producer's (query heads that share a value head).
+        bias: path of the bias that a shift is taken from; "" where the input cannot be shifted.
     """
 
     made: tuple[str, ...]
     used: tuple[str, ...]
     repeats: int = 1
+    bias: str = ""
 
 
 def smoothed_inputs(block: BlockConfig, norm: str, paths: Sequence[str]) -> list[SmoothedInput]:
@@ -55,14 +61,19 @@ def smoothed_inputs(block: BlockConfig, norm: str, paths: Sequence[str]) -> list
             ("mlp_norm", ("mlp/gate", "mlp/up")),
         ):
             made = tuple(p for p in (f"{place}/gain", f"{place}/bias") if p in paths)
+            used = tuple(p for p in used if p in paths or p != "mlp/gate")
             if made and all(p in paths for p in used):
-                found.append(SmoothedInput(made, used))
+                shifts = len(made) == 2 and all(f"{p}_bias" in paths for p in used)
+                found.append(SmoothedInput(made, used, bias=made[-1] if shifts else ""))
     made = tuple(p for p in ("mlp/up", "mlp/up_bias") if p in paths)
     if "mlp/gate" in paths and "mlp/down" in paths:
         found.append(SmoothedInput(made, ("mlp/down",)))
     if all(p in paths for p in ("attention/v", "attention/o")) and not hasattr(block.attention, "latent"):
         made = tuple(p for p in ("attention/v", "attention/v_bias") if p in paths)
-        found.append(SmoothedInput(made, ("attention/o",), block.attention.heads // block.attention.kv_heads))
+        # The rows of the softmax sum to 1, but for a sink, so that the heads' results shift as the values do.
+        shifts = len(made) == 2 and "attention/o_bias" in paths and "attention/sinks" not in paths
+        repeats = block.attention.heads // block.attention.kv_heads
+        found.append(SmoothedInput(made, ("attention/o",), repeats, made[-1] if shifts else ""))
     return found
 
 
@@ -86,6 +97,31 @@ def smooth(
             value.shape
         )
     return out
+
+
+def shift(
+    params: Mapping[str, Any], one: SmoothedInput, middle: Float[np.ndarray, " I"]
+) -> dict[str, Float[Array, "..."]]:
+    """The parameters with an input shifted by ``-middle``, which moves into the biases of the layers that use it.
+
+    Args:
+        middle: of the producer's channels, in its order.
+    """
+    out = dict(params)
+    bias = out[one.bias]
+    out[one.bias] = bias - jnp.asarray(middle, bias.dtype).reshape(bias.shape)
+    for path in one.used:
+        value, own = out[path], out[f"{path}_bias"]
+        wide = jnp.asarray(spread_heads(middle, value.shape, one.repeats), value.dtype)
+        out[f"{path}_bias"] = own + (wide @ value.reshape(wide.size, -1)).reshape(own.shape).astype(own.dtype)
+    return out
+
+
+def middle_of_channels(
+    low: Float[np.ndarray, " J"], high: Float[np.ndarray, " J"], shape: tuple[int, ...], repeats: int
+) -> Float[np.ndarray, " I"]:
+    """Middle of each producer's channel's range, by the smallest and largest of the consumer's (SQ-b, equation 5)."""
+    return (gather_heads(high, shape, repeats) - gather_heads(-low, shape, repeats)) / 2
 
 
 def spread_heads(factors: Float[np.ndarray, " I"], shape: tuple[int, ...], repeats: int) -> Float[np.ndarray, " J"]:

@@ -690,6 +690,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "runs share the frozen base, and only adapters are their own",
         'choose an adapter, such as adapter.kind = "lora"',
     ),
+    Refusal(TOGETHER, "pipeline", "the base that runs share is not placed on stages", NO_STAGES),
     Refusal(
         TOGETHER,
         "layerwise optimizer",

@@ -158,8 +158,11 @@ def test_mxfp4_experts_are_transformers_own(tmp_path: Path, rng: np.random.Gener
 @pytest.mark.parametrize(
     ("quantisation", "message"),
     [
-        ({"quant_method": "exl2"}, "quant_method 'exl2'; known: awq, compressed-tensors, fp8, gptq, mxfp4"),
-        ("fp8", "quant_method None; known: awq, compressed-tensors, fp8, gptq, mxfp4"),
+        (
+            {"quant_method": "exl2"},
+            "quant_method 'exl2'; known: awq, bitsandbytes, compressed-tensors, fp8, gptq, lookup-table, mxfp4",
+        ),
+        ("fp8", "quant_method None; known: awq, bitsandbytes, compressed-tensors, fp8, gptq, lookup-table, mxfp4"),
     ],
 )
 def test_kinds_that_are_not_known_are_named(quantisation: Any, message: str) -> None:

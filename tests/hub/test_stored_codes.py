@@ -14,6 +14,7 @@ from compressed_tensors.compressors.naive_quantized import NaiveQuantizationComp
 from compressed_tensors.quantization import QuantizationScheme
 
 from jaxllm.hub import HubError
+from jaxllm.hub.bitsandbytes import int8_entry, int8_rows, int8_tensors
 from jaxllm.hub.compressed_tensors import IntScheme, config_entry, packed_matrices
 from jaxllm.hub.float_codes import value_tensors
 from jaxllm.hub.gguf import ggml_formats
@@ -49,6 +50,33 @@ def packed(stored: StoredCodes) -> PackedWeight:
     values = pack_rows(stored.codes(slice(None)), form.grid.bits).T
     scales = np.stack([x.T for x in stored.params(slice(None))])
     return PackedWeight(jnp.asarray(values), jnp.asarray(scales), form)
+
+
+def test_int8_rows_of_bitsandbytes(rng):
+    """Values are int8 times the row's largest magnitude over 127; what is not read is named."""
+    values, largest = rng.integers(-127, 128, (5, 24)).astype(np.int8), rng.uniform(0.1, 2, 5).astype(np.float32)
+    tensors = {"l.weight": values, "l.SCB": largest, "l.weight_format": np.zeros((), np.uint8), "l.bias": largest}
+    given = int8_entry(["lm_head"])
+    found = int8_rows(given, tensors)
+    assert set(found) == {"l.weight", "l.bias"}
+    one = found["l.weight"]
+    want = values * (largest[:, None] / 127)
+    np.testing.assert_allclose(one.dense(slice(1, 4), slice(2, None)), want[1:4, 2:], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(packed(one).dense(jnp.float32)).T, want, rtol=1e-6)
+    again = int8_tensors("l", one.codes(slice(None)), one.params(slice(None))[0])
+    np.testing.assert_array_equal(again["l.weight"], values)
+    np.testing.assert_allclose(again["l.SCB"], largest, rtol=1e-6)
+    assert str(int8_rows(given | {"llm_int8_threshold": 0.0}, tensors)["l.weight"].form(-2, 1)).endswith("from inf on")
+    with pytest.raises(HubError, match="4-bit codes are not read here"):
+        int8_rows({"load_in_4bit": True}, tensors)
+    with pytest.raises(HubError, match=r"wants l\.SCB of its rows; there is none"):
+        int8_rows(given, {"l.weight": values})
+    with pytest.raises(HubError, match=r"wants l\.SCB of its rows; it is \[4\]"):
+        int8_rows(given, {"l.weight": values, "l.SCB": largest[1:]})
+    with pytest.raises(HubError, match=r"l\.weight_format is not 0"):
+        int8_rows(given, tensors | {"l.weight_format": np.ones((), np.uint8)})
+    with pytest.raises(HubError, match="llm_int8_threshold = -1; legal: 0 or a positive number"):
+        int8_rows(given | {"llm_int8_threshold": -1}, tensors)
 
 
 @pytest.mark.parametrize("name", CODE_KINDS)
@@ -144,7 +172,7 @@ def test_groups_of_inputs_that_are_not_neighbours_are_dequantised(rng):
 def test_values_of_compressed_tensors(kind, rng):
     """Float8, int8 and MXFP4 are what compressed-tensors' own decompressors make of the arrays, plain and packed."""
     rows, columns = 16, 64
-    entry = config_entry(IntScheme(8, None, True), [], "fp8" if kind == "int8" else kind)
+    entry = config_entry([IntScheme(8, None, True)], [], "fp8" if kind == "int8" else kind)
     if kind == "int8":
         entry["format"] = "int-quantized"
         entry["config_groups"]["group_0"]["weights"] |= {"type": "int"}

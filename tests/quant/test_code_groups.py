@@ -12,13 +12,15 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from jaxllm.hub.stored_codes import pack_bits, unpack_bits
-from jaxllm.models import functional
+from jaxllm.models import functional, packed_weight
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import PackedWeight
 from jaxllm.quant.codebooks import CODEBOOKS, CodebookGrid
 from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import IntGrid, MinimumGrid
 from jaxllm.quant.packing import pack_params
+from pallas_kernels._compat import TargetDevice
+from pallas_kernels.packed_matmul import packed_matmul
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
 
@@ -85,6 +87,25 @@ def test_a_sharded_model_is_that_of_one_device(rng, float64):
     np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=1e-10)
 
 
+def test_gradients_of_activations_on_a_mesh_are_those_of_the_dense_weight(rng, float64):
+    """Inputs split over devices, and a result that is split over the same ones: partial sums are reduce-scattered."""
+    built = MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    form = CodeGroups(IntGrid(4), 8, -2)
+    values, scales = form.pack(jnp.asarray(rng.normal(size=(32, 6))))
+    dense = np.asarray(form.unpack(values, scales, jnp.float64))
+    x, cotangent = rng.normal(size=(4, 2, 32)), rng.normal(size=(4, 2, 6))
+    with jax.set_mesh(built):
+        place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(built, jax.P(*spec)))  # noqa: E731
+        split = PackedWeight(place(values, "tensor", None), place(scales, None, "tensor", None), form)
+        for out in (("batch", None, None), ("batch", "residual_seq", None)):
+            y, back = jax.vjp(
+                jax.jit(lambda x, out=out: split.project(x, out, 1)), place(jnp.asarray(x), "fsdp", None, "tensor")
+            )
+            np.testing.assert_allclose(y, x @ dense, rtol=0, atol=1e-12)
+            (dx,) = back(jax.device_put(jnp.asarray(cotangent), y.sharding))
+            np.testing.assert_allclose(dx, cotangent @ dense.T, rtol=0, atol=1e-12)
+
+
 def test_errors_name_what_would_be_legal():
     with pytest.raises(ValueError, match="int4: 2 codes share bytes, and 7 is no multiple of 2"):
         CodeGroups(IntGrid(4)).pack(jnp.zeros((7, 3)))
@@ -112,6 +133,24 @@ def test_a_matmul_with_packed_codes_is_that_of_the_dense_weight(grid, group, con
     want = np.einsum("bsnh,nho->bso", x, np.asarray(packed.dense(jnp.float64)))
     np.testing.assert_allclose(jax.jit(lambda x: packed.project(x, ("batch", "seq", "embed"), 2))(x), want, atol=1e-12)
     assert np.abs(want - np.einsum("bsnh,nho->bso", x, weight)).max() > 1e-3
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+@pytest.mark.parametrize(("group", "contract"), [(16, 2), (8, 1), (None, 2), (12, 2)])
+def test_kernels_have_the_operands_of_the_matmul(grid, group, contract, rng, float64, monkeypatch):
+    """On devices with a kernel, whose plain implementation stands in here; what it does not take goes as before."""
+    weight = jnp.asarray(rng.normal(size=(3, 16, 5)) + 0.2)
+    form = CodeGroups(grid, group, -2, contract)
+    packed = PackedWeight(*form.pack(weight), form)
+    x = jnp.asarray(rng.normal(size=(2, 4, 3, 16)))
+    found = form.kernel_terms(x.reshape(2, 4, 48), packed.values, packed.scales)
+    assert (found is not None) == (grid.bits in (4, 8) and grid.name != "fp8")
+    want = packed.project(x, ("batch", "seq", "embed"), 2)
+    used = []
+    monkeypatch.setattr(packed_weight, "target_device", lambda: TargetDevice("tpu", "TPU Test"))
+    monkeypatch.setattr(packed_weight, "packed_matmul", lambda *args: used.append(1) or packed_matmul(*args))
+    np.testing.assert_allclose(packed.project(x, ("batch", "seq", "embed"), 2), want, rtol=0, atol=1e-6)
+    assert bool(used) == (found is not None)
 
 
 def test_terms_are_summed_before_they_are_rounded(rng):

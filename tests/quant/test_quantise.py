@@ -16,6 +16,7 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
+from jaxllm.cli.commands.quantise import quantise as command
 from jaxllm.convert import quantise as quantising
 from jaxllm.convert.quantise import QuantiseConfig, quantise
 from jaxllm.hub import HubError, load_hf, open_source
@@ -24,8 +25,9 @@ from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import is_packed
 from jaxllm.quant import smoothing
-from jaxllm.quant.input_statistics import CalibrationError
+from jaxllm.quant.input_statistics import CalibrationError, statistics
 from jaxllm.quant.packing import describe_packed
+from sharding import MeshSpec
 from tests import tiny
 
 ROWS, LENGTH = 6, 24
@@ -140,6 +142,74 @@ def test_float8_stays_packed(source, tmp_path):
     assert 1e-4 < np.abs(plain - logits(load_hf(source))).max() < 0.1
 
 
+@pytest.mark.parametrize(
+    ("bits", "group", "activations", "method", "form"),
+    [(8, 0, "int8", "smoothquant", "int8, one group, activations in int8"),
+     (4, 16, "int8", "rtn", "int4, groups of 16, activations in int8"),
+     (8, 0, "outliers", "rtn", "llm_int8, outliers from 6 on")],
+)  # fmt: skip
+def test_activations_are_rounded_where_files_say_so(bits, group, activations, method, form, source, tmp_path):
+    """Packed, the activations are rounded too; plain, the weights alone."""
+    config = QuantiseConfig(method, bits, group, None, ROWS, LENGTH, activations=activations)
+    quantise(open_source(source), tmp_path / "out", config, IDS)
+    plain = logits(load_hf(tmp_path / "out"))
+    packed = load_tensors(*read_model(tmp_path / "out"), weights="packed")
+    assert describe_packed(packed.params)[0].startswith(f"{form}: ")
+    assert 1e-4 < np.abs(logits(packed) - plain).max() < 0.05
+    assert 1e-4 < np.abs(plain - logits(load_hf(source))).max() < 0.3
+    with pytest.raises(HubError, match="symmetric integers of 8 or 4 bits"):
+        QuantiseConfig("rtn", 3, activations=activations)
+
+
+@pytest.mark.parametrize(("activations", "codebook"), [("int8", ""), ("", "fp8")])
+def test_one_scale_of_all_inputs_goes_to_every_device(activations, codebook, source, tmp_path):
+    """Inputs split over devices, each of which has the scale: the logits of one device."""
+    config = QuantiseConfig("rtn", 8, 0, activations=activations, codebook=codebook)
+    quantise(open_source(source), tmp_path / "out", config)
+    want = logits(load_tensors(*read_model(tmp_path / "out"), weights="packed"))
+    mesh = MeshSpec.parse("fsdp=2,tensor=2").build(jax.devices()[:4])
+    packed = load_tensors(*read_model(tmp_path / "out"), mesh=mesh, weights="packed")
+    with jax.set_mesh(mesh):
+        tokens = jax.device_put(jnp.asarray(IDS[:LENGTH]).reshape(2, -1), jax.NamedSharding(mesh, jax.P("fsdp")))
+        run = functional(packed.config)
+        places = jnp.broadcast_to(jnp.arange(LENGTH // 2), tokens.shape)
+
+        def forward(params, tokens):
+            return run.head(params, run.forward(params, tokens, places, Segments())[0])
+
+        got = np.asarray(jax.jit(forward)(packed.params, tokens))
+    np.testing.assert_allclose(got[0], want[0, : LENGTH // 2], rtol=0, atol=1e-3 if activations else 1e-5)
+
+
+def test_a_budget_of_bits_is_spent_by_layer(source, tmp_path):
+    """The mean of bits is within the budget, files name each layer's, and the error is below that of uniform bits."""
+    base = QuantiseConfig("gptq", 4, 16, None, ROWS, LENGTH)
+    report = quantise(open_source(source), tmp_path / "out", dataclasses.replace(base, budget=3.5), IDS)
+    uniform = quantise(open_source(source), tmp_path / "uniform", dataclasses.replace(base, bits=3), IDS)
+    groups = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["config_groups"].values()
+    assert sum(len(group["targets"]) for group in groups) == 14
+    assert {one.bits for one in report.matrices} > {one.bits for one in uniform.matrices}
+    assert uniform.bytes_after < report.bytes_after < uniform.bytes_after * 1.1
+    assert sum(one.nearest for one in report.matrices) < sum(one.nearest for one in uniform.matrices)
+    plain = logits(load_hf(tmp_path / "out"))
+    packed = load_tensors(*read_model(tmp_path / "out"), weights="packed")
+    np.testing.assert_allclose(logits(packed), plain, rtol=0, atol=1e-5)
+    with pytest.raises(HubError, match=r"a budget of 1\.5 bits: legal are 2 or more"):
+        dataclasses.replace(base, budget=1.5)
+
+
+@pytest.mark.parametrize(("table", "method"), [("lut4", "learned_scales"), ("lut3", "gptq"), ("nf4", "rtn")])
+def test_lookup_tables_stay_packed(table, method, source, tmp_path):
+    config = QuantiseConfig(method, 8, 16, None, ROWS, LENGTH, table)
+    report = quantise(open_source(source), tmp_path / "out", config, IDS)
+    plain = logits(load_hf(tmp_path / "out"))
+    packed = load_tensors(*read_model(tmp_path / "out"), weights="packed")
+    assert describe_packed(packed.params)[0].startswith(f"nf{table[-1]}, groups of 16: ")
+    np.testing.assert_allclose(logits(packed), plain, rtol=0, atol=1e-5)
+    assert 1e-4 < np.abs(plain - logits(load_hf(source))).max() < 0.6
+    assert sum(one.error for one in report.matrices) <= sum(one.nearest for one in report.matrices)
+
+
 def test_a_run_that_was_stopped_goes_on(source, tmp_path, monkeypatch):
     """Stopped after the first layer, the second run rounds the second alone, to the same bytes."""
     config = QuantiseConfig("gptq", 4, 16, rows=ROWS, length=LENGTH)
@@ -182,13 +252,69 @@ def test_smoothing_changes_no_result(norms, rng, float64):
     assert [one.used for one in found] == [
         ("attention/q", "attention/k", "attention/v"), ("mlp/gate", "mlp/up"), ("mlp/down",), ("attention/o",)
     ]  # fmt: skip
+    assert [one.bias for one in found] == ["attention_norm/bias", "mlp_norm/bias", "", "attention/v_bias"]
     for one in found:
         first = flat[one.used[0]]
         channels = first.shape[0] * (first.shape[1] if one.repeats > 1 else 1) // one.repeats
+        if one.bias:
+            flat = smoothing.shift(flat, one, rng.normal(size=channels))
         flat = smoothing.smooth(flat, one, rng.uniform(0.3, 3, channels))
     changed = jax.tree.unflatten(jax.tree.structure(group), list(flat.values()))
     assert float(jnp.abs(flat["attention/o"] - group["0"]["attention"]["o"]).max()) > 0.01
     np.testing.assert_allclose(run(changed), run(group), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["int4_g16", "int3_g16_asym", "lut4_g16", "w8a8", "w4a8_g16", "llm_int8", "fp8"])
+def test_the_command_knows_the_formats(form, source, tmp_path, capsys):
+    assert command([str(source), str(tmp_path / "out"), "--format", form, "--method", "rtn"]) == 0
+    assert "mlp/down" in capsys.readouterr().out
+    kinds = {"lut4_g16": "lookup-table", "llm_int8": "bitsandbytes"}
+    given = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert given["quant_method"] == kinds.get(form, "compressed-tensors")
+    report = json.loads((tmp_path / "out" / quantising.REPORT).read_text())
+    bits = 8 if form in ("w8a8", "llm_int8", "fp8") else 3 if "3" in form else 4
+    assert {one["bits"] for one in report["matrices"]} == {bits}
+
+
+def test_the_command_spends_a_budget(source, tmp_path, capsys):
+    arguments = [str(source), str(tmp_path / "out"), "--format", "int4_g16", "--method", "rtn", "--bits-budget", "3.5"]
+    assert command(arguments) == 0
+    assert "bits by layer" in capsys.readouterr().out
+
+
+def test_statistics_of_shifted_inputs(rng, float64):
+    """Those of the rows less a shift and over factors, and the middle of a channel's range over its query heads."""
+    x, by, factors = rng.normal(size=(30, 8)) + 2, rng.normal(size=8), rng.uniform(0.5, 2, 8)
+    got = statistics(jnp.asarray(x)).shifted(jnp.asarray(by)).divided(jnp.asarray(factors))
+    want = statistics(jnp.asarray((x - by) / factors))
+    for name in ("gram", "most", "low", "high", "signed", "count"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-10, atol=1e-10)
+    assert (np.asarray(got.total) >= np.asarray(want.total)).all()
+    middle = smoothing.middle_of_channels(x.min(0), x.max(0), (4, 2, 5), 2)
+    heads = x.reshape(30, 2, 2, 2)
+    np.testing.assert_allclose(middle, ((heads.max((0, 2)) + heads.min((0, 2))) / 2).reshape(-1))
+
+
+def test_a_shift_halves_the_error_of_asymmetric_activations(tmp_path):
+    """SQ-b: heads whose values are far from 0, in w8a8. Biases of Llama's attention take the shift."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, attention_bias=True,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.bias += 8
+    model.save_pretrained(tmp_path / "plain")
+    source = open_source(tmp_path / "plain")
+    want, errors = logits(load_hf(tmp_path / "plain")), []
+    for method in ("smoothquant", "smoothquant_bias"):
+        config = QuantiseConfig(method, 8, 0, None, ROWS, LENGTH, activations="int8")
+        quantise(source, tmp_path / method, config, IDS)
+        packed = load_tensors(*read_model(tmp_path / method), weights="packed")
+        errors.append(np.linalg.norm(logits(packed) - want))
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_bad_input_is_refused_by_name(source, tmp_path):
@@ -207,6 +333,12 @@ def test_bad_input_is_refused_by_name(source, tmp_path):
         QuantiseConfig("hqq", codebook="fp8")
     with pytest.raises(HubError, match=r"which groups of 32 do not divide"):
         quantise(model, tmp_path / "out", QuantiseConfig("rtn", codebook="mxfp4"))
+    with pytest.raises(HubError, match="smoothquant_bias shifts inputs by biases, and no layer of this model has one"):
+        quantise(model, tmp_path / "bias", QuantiseConfig("smoothquant_bias", 4, 16, None, ROWS, LENGTH), IDS)
+    (tmp_path / "bias.partial/run.json").unlink()
+    (tmp_path / "bias.partial").rmdir()
+    with pytest.raises(HubError, match="learned_scales wants free scales and no zero points"):
+        QuantiseConfig("learned_scales", symmetric=False)
     assert list(tmp_path.iterdir()) == []
     damaged = load_file(source / "model.safetensors")
     damaged["model.layers.1.mlp.up_proj.weight"][2, 3] = float("nan")

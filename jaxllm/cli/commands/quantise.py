@@ -13,7 +13,11 @@ from jaxllm.cli.commands.convert import ends_on_sigterm
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import progress_bar
 
-FORMAT = re.compile(r"int([2-8])(?:_g([1-9]\d*))?(_asym|_sym)?")
+FORMAT = re.compile(
+    r"(?:int([2-8])(?:_g([1-9]\d*))?(_asym|_sym)?|(lut3|lut4|nf4)(?:_g([1-9]\d*))?|(fp8|mxfp4)|(w8a8|w4a8|llm_int8)(?:_g([1-9]\d*))?)"
+)
+LOOKUP_GROUP = 64
+"""Inputs that share a scale in formats with a lookup table, where none is given."""
 
 
 def quantise(argv: list[str]) -> int:
@@ -29,6 +33,7 @@ def quantise(argv: list[str]) -> int:
         rows: int = 64,
         length: int = 512,
         layout: str = "compressed-tensors",
+        bits_budget: float = 0,
         evaluate: tuple[Path, ...] = (),
     ) -> int:
         """Rounds the matrices of a model's blocks, a block at a time, and writes it as other libraries read it.
@@ -42,32 +47,52 @@ def quantise(argv: list[str]) -> int:
             out: directory to create.
             format: int4_g128: integers of 4 bits, with a scale for every 128 inputs. Bits are 2 to 8; without _g, a
                 row of a matrix has one scale; _asym and _sym choose codes with and without zero points. fp8: float8
-                e4m3 with a scale for every row; mxfp4: e2m1 with a power of two for every 32 inputs.
-            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, awq or smoothquant. The first two need no
-                text.
+                e4m3 with a scale for every row; mxfp4: e2m1 with a power of two for every 32 inputs. lut4, lut3:
+                levels of NormalFloat in 4 or 3 bits with learned scales, of 64 inputs or as _g says; nf4: with scales
+                from the largest magnitude. w8a8, w4a8_g128: integers of 8 or 4 bits whose matmuls round activations to
+                int8; llm_int8: w8a8 whose outlier inputs stay in the compute dtype.
+            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, learned_scales, awq, smoothquant or
+                smoothquant_bias. The first two need no text.
             calibrate: text files whose tokens go through the model.
             rows: rows of that text at most.
             length: tokens of a row.
             layout: compressed-tensors, gptq or awq: how the files have the codes.
+            bits_budget: mean of bits over weights, in place of the bits of --format: layers have 2 to 8 bits, more
+                where these lower the error most. The text goes through the model twice.
             evaluate: text files; the loss on their first rows is printed, before and after. They should not be those
                 of --calibrate.
         """
-        found = FORMAT.fullmatch("int8" if format in ("fp8", "mxfp4") else format)
+        found = FORMAT.fullmatch(format)
         if found is None:
             raise UsageError(
                 f"--format {format}: give int and 2 to 8 bits, a group size if there is one, and _asym or _sym if it "
-                "matters: int4_g128, int8, int3_g64_asym; or fp8, mxfp4."
+                "matters: int4_g128, int8, int3_g64_asym; or lut4_g64, lut3, nf4, fp8, mxfp4, w8a8, "
+                "w4a8_g128, llm_int8."
             )
-        bits, group, kind = found.groups()
+        bits, group, kind, lookup, lookup_group, values, integer, integer_group = found.groups()
         from jaxllm.convert.quantise import QuantiseConfig
         from jaxllm.convert.quantise import quantise as quantise_model
         from jaxllm.hub.model_source import find_model, open_source
         from jaxllm.quant.input_statistics import CalibrationError
         from jaxllm.quant.methods.rounding_table import METHODS
 
-        codebook = format if format in ("fp8", "mxfp4") else ""
+        size = int(lookup_group or LOOKUP_GROUP) if lookup else int(group or integer_group or 0)
+        if integer:
+            bits = "4" if integer == "w4a8" else "8"
+        activations = {"llm_int8": "outliers", None: ""}.get(integer, "int8")
         symmetric = None if kind is None else kind == "_sym"
-        config = QuantiseConfig(method, int(bits), int(group or 0), symmetric, rows, length, codebook, layout)
+        config = QuantiseConfig(
+            method,
+            int(bits or 8),
+            size,
+            symmetric,
+            rows,
+            length,
+            lookup or values or "",
+            layout,
+            activations,
+            bits_budget,
+        )
         if METHODS[method].calibrates and not calibrate:
             raise UsageError(f"--method {method} wants text: give files with --calibrate, or choose rtn or hqq.")
         path = find_model(source)
@@ -84,7 +109,10 @@ def quantise(argv: list[str]) -> int:
         print(table(made.matrices))
         if evaluate:
             ids = [token for file in evaluate for token in model.tokenizer.encode(file.read_text())]
-            before, after = (mean_loss(name, ids, rows, length) for name in (path, out))
+            before, after = (
+                mean_loss(name, ids, rows, length, weights)
+                for name, weights in ((path, "plain"), (out, "packed" if activations else "plain"))
+            )
             print(f"loss on {', '.join(map(str, evaluate))}: {before:.4f} -> {after:.4f} ({after / before - 1:+.2%})")
         print(f"{out}: {made.bytes_before / 2**20:,.1f} -> {made.bytes_after / 2**20:,.1f} MiB")
         return 0
@@ -92,8 +120,11 @@ def quantise(argv: list[str]) -> int:
     return parse_command(run, argv, "jaxllm quantise")
 
 
-def mean_loss(source: Path, ids: list[int], rows: int, length: int) -> float:
+def mean_loss(source: Path, ids: list[int], rows: int, length: int, weights: str = "plain") -> float:
     """Mean loss of a model on rows of tokens, with the training forward, a row at a time.
+
+    Args:
+        weights: see ``load_model``; activations are rounded where they are packed.
 
     Raises:
         UsageError: the text is shorter than a row.
@@ -109,7 +140,7 @@ def mean_loss(source: Path, ids: list[int], rows: int, length: int) -> float:
         tokens = calibration_rows(ids, rows, length)
     except CalibrationError as error:
         raise UsageError(f"--evaluate: {error}") from error
-    loaded = load_model(source)
+    loaded = load_model(source, weights=weights)
 
     @jax.jit
     def loss(params: Any, row: Any) -> Any:
@@ -122,7 +153,10 @@ def mean_loss(source: Path, ids: list[int], rows: int, length: int) -> float:
 
 
 def table(matrices: list) -> str:
-    """Errors by kind of matrix: mean over layers, beside rounding to the nearest, and the worst layer."""
+    """Errors by kind of matrix: mean over layers, beside rounding to the nearest, and the worst layer.
+
+    Bits of every layer, where they are not all the same.
+    """
     kinds: dict[str, list] = {}
     for one in matrices:
         kinds.setdefault(re.sub(r"^segments/\d+/\d+/|\[\d+\]$", "", one.name), []).append(one)
@@ -130,5 +164,8 @@ def table(matrices: list) -> str:
     for kind, ones in kinds.items():
         mean = [sum(values) / len(ones) for values in ([o.error for o in ones], [o.nearest for o in ones])]
         lines.append(f"{kind:24} {mean[0]:>10.2e} {mean[1]:>11.2e} {max(o.error for o in ones):>12.2e}")
+    if len({one.bits for one in matrices}) > 1:
+        lines.append("bits by layer")
+        lines += [f"{kind:24} {' '.join(str(one.bits) for one in ones)}" for kind, ones in kinds.items()]
     remarks = {f"{one.name}: {one.remark}" for one in matrices if one.remark}
     return "\n".join([*lines, *sorted(remarks)])

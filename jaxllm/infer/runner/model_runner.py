@@ -35,6 +35,7 @@ from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
+from jaxllm.models.packed_weight import batch_dependent_formats
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
 
@@ -100,6 +101,11 @@ class ModelRunner:
             retention=config.retention is not None,
             residual=bool(config.residual_window),
         )
+        if config.batch_invariant and (found := batch_dependent_formats(params)):
+            raise ValueError(
+                f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
+                "w8a8, or leave batch_invariant out."
+            )
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxllm.quant.codebooks import CodebookGrid
 from jaxllm.quant.grids import CentredGrid, Grid, GridParams
+from pallas_kernels.packed_matmul import PackedCodes
 from sharding import LogicalAxes
 
 WORDS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in range(2, 9)}
@@ -81,13 +83,38 @@ class CodeGroups:
         lanes = self._lanes(self.flatten(values), params, plain)
         outs = lanes[0].shape[self.axis % lanes[0].ndim + 1 :]
         terms = [(x[..., k :: len(lanes)], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]
-        if offset is not None:
-            runs = x.reshape(*x.shape[:-1], -1, lanes[0].shape[self.axis] * len(lanes))
-            size, groups = self.sizes(runs.shape[-1])
-            padded = jnp.pad(runs, [(0, 0)] * x.ndim + [(0, size * groups - runs.shape[-1])])
-            sums = padded.reshape(*runs.shape[:-1], groups, size).sum(-1)
-            terms.append((sums.reshape(*x.shape[:-1], -1), offset.reshape(-1, *outs).astype(x.dtype)))
-        return terms
+        return [*terms, *self._offset_terms(x, offset, lanes[0].shape[self.axis] * len(lanes))]
+
+    def kernel_terms(
+        self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: Array
+    ) -> tuple[UInt8[Array, "B N"], Float[Array, "G N"], PackedCodes, list[tuple[Array, Array]]] | None:
+        """Operands of ``packed_matmul`` (bytes, scales and what codes stand for), and the matmuls to add.
+
+        None where codes are packed in several bytes, groups are shorter or cut a byte, or codes are no few levels times
+        a scale. Dimensions of inputs that precede those of the format (heads) have groups of their own.
+        """
+        bits, flat = self.grid.bits, self.flatten(values)
+        axis, lanes = self.axis % flat.ndim, WORDS[self.grid.bits][0]
+        params = self.params(scales, x.dtype)
+        parts, groups = math.prod(flat.shape[:axis]), params.scale.shape[axis]
+        inputs = x.shape[-1] // parts
+        levels = self.grid.levels if isinstance(self.grid, CodebookGrid) else None
+        size = self.stored_sizes(inputs, groups)[0]
+        if bits not in (2, 4, 8) or size * groups != inputs or size % lanes or (levels and bits == 8):
+            return None
+        codes, by_group = (a.reshape(math.prod(a.shape[: axis + 1]), -1) for a in (flat, params.scale))
+        return codes, by_group, PackedCodes(bits, levels), self._offset_terms(x, self.grid.offset(params), inputs)
+
+    def _offset_terms(self, x: Array, offset: Array | None, inputs: int) -> list[tuple[Array, Array]]:
+        """Sums of groups of inputs, and the values of the middle codes; none where these are 0."""
+        if offset is None:
+            return []
+        runs = x.reshape(*x.shape[:-1], -1, inputs)
+        size, groups = self.stored_sizes(inputs, offset.shape[self.axis])
+        padded = jnp.pad(runs, [(0, 0)] * x.ndim + [(0, size * groups - inputs)])
+        sums = padded.reshape(*runs.shape[:-1], groups, size).sum(-1)
+        outs = offset.shape[self.axis % offset.ndim + 1 :]
+        return [(sums.reshape(*x.shape[:-1], -1), offset.reshape(-1, *outs).astype(x.dtype))]
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the parameters: those of the weight, with one for all inputs, which is split like the first
@@ -117,6 +144,23 @@ class CodeGroups:
         """(size of a group, number of groups) for so many inputs."""
         size = self.group or inputs
         return size, -(-inputs // size)
+
+    def stored_sizes(self, inputs: int, stored: int) -> tuple[int, int]:
+        """``sizes`` of a weight with so many ``stored`` groups: one for each shard that was packed by itself, where all
+        inputs share a scale.
+
+        Raises:
+            ValueError: there are not as many groups as the inputs have.
+        """
+        if self.group is None and stored and inputs % stored == 0:
+            return inputs // stored, stored
+        size, groups = self.sizes(inputs)
+        if groups != stored:
+            raise ValueError(
+                f"{inputs} inputs in groups of {size} have {groups} scales, not {stored}: the mesh "
+                "splits a group; split the inputs over fewer devices."
+            )
+        return size, groups
 
     def spread(self, params: GridParams, inputs: int) -> GridParams:
         """Parameters of every input."""
@@ -189,12 +233,7 @@ class CodeGroups:
         count, bytes_ = WORDS[self.grid.bits]
         axis = self.axis % flat.ndim
         inputs = flat.shape[axis] // bytes_ * count
-        size, groups = self.sizes(inputs)
-        if groups != params.scale.shape[axis]:
-            raise ValueError(
-                f"{inputs} inputs in groups of {size} have {groups} scales, not {params.scale.shape[axis]}: the mesh "
-                "splits a group; split the inputs over fewer devices."
-            )
+        size, groups = self.stored_sizes(inputs, params.scale.shape[axis])
         lanes = [self.lane_codes(flat, k) for k in range(count)]
         if size % count or inputs % size:
             places = (jnp.arange(k, inputs, count) // size for k in range(count))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.grids import Grid, GridParams
 from jaxllm.quant.methods.gptq import gptq_damped
+from jaxllm.quant.methods.learned_scales import learned_scales
 from jaxllm.quant.methods.nearest import half_quadratic, round_to_nearest
 
 
@@ -62,12 +63,18 @@ def _gptq_act_order(weight, gram, grid, group):
     return _gptq(weight, gram, grid, group, act_order=True)
 
 
+def _learned_scales(weight, gram, grid, group):
+    return *learned_scales(weight, gram, grid, group), ""
+
+
 METHODS: dict[str, Method] = {
     "rtn": Method(_nearest, False, "", True, "rounding to the nearest"),
     "hqq": Method(_half_quadratic, False, "", False, "Badri and Shaji 2023"),
     "gptq": Method(_gptq, True, "", True, "arXiv:2210.17323"),
     "gptq_act_order": Method(_gptq_act_order, True, "", True, "arXiv:2210.17323; static groups"),
+    "learned_scales": Method(_learned_scales, True, "", True, "arXiv:2407.10960"),
     "awq": Method(_nearest, True, "awq", False, "arXiv:2306.00978"),
     "smoothquant": Method(_nearest, True, "smoothquant", True, "arXiv:2211.10438"),
+    "smoothquant_bias": Method(_nearest, True, "smoothquant_bias", True, "arXiv:2401.14895"),
 }
 """Methods by name."""

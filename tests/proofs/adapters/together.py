@@ -40,7 +40,7 @@ METHODS: dict[str, AdapterConfig] = {
     "mixlora": AdapterConfig("mixlora", experts=4, **WEIGHTS),
     "pesc": AdapterConfig("pesc", experts=4, width=6, **WEIGHTS),
 }
-MESHES = ("data=2,fsdp=4", "data=4,tensor=2", "data=4,stage=2", "data=4,context=2")
+MESHES = ("data=2,fsdp=4", "data=4,tensor=2", "data=4,context=2")
 MEASURES = ("loss", "grad_norm", "learning_rate")
 CASES = [
     *((kind, "data=8") for kind in METHODS),
@@ -50,12 +50,11 @@ CASES = [
 
 
 @functools.cache
-def base_run(layers: int) -> Path:
+def base_run() -> Path:
     """Directory of a folder with the run that all start from, and a second text."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    run = run_config(folder, "data=8", steps=2)
-    train(dataclasses.replace(run, model=dataclasses.replace(MODEL, layers=layers)))
+    train(run_config(folder, "data=8", steps=2))
     runs.write_text(folder / "other", documents=50)
     return folder
 
@@ -64,7 +63,7 @@ def run_config(folder: Path, mesh: str, **fields: Any) -> RunConfig:
     """A run in float64 on the text of ``folder``."""
     return runs.run_config(
         folder,
-        model=dataclasses.replace(MODEL, layers=2 if "stage" in mesh else 1),
+        model=MODEL,
         mesh=mesh,
         batch_size=16,
         seq_len=32,
@@ -78,7 +77,7 @@ def run_config(folder: Path, mesh: str, **fields: Any) -> RunConfig:
 
 def runs_of(out: Path, kind: str, mesh: str) -> list[RunConfig]:
     """Two runs of one base, which differ in seed, data, learning rate and optimizer."""
-    folder = base_run(2 if "stage" in mesh else 1)
+    folder = base_run()
     adapted = {"init_from": str(folder / "runs/tiny"), "adapter": METHODS[kind], "steps": 4, "out": str(out)}
     config = run_config(folder, mesh, **adapted)
     other = dataclasses.replace(config.data, source=str(folder / "other/text.txt"), seed=4)

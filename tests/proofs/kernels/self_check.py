@@ -15,6 +15,7 @@ OPERATIONS = {
     "flash": "flash_attention",
     "grouped": "grouped_matmul",
     "lora": "grouped_lora",
+    "packed": "packed_matmul",
     "paged": "paged_attention",
     "cross_entropy": "linear_cross_entropy",
 }

@@ -59,7 +59,7 @@ def files_are_those_of_compressed_tensors(seed: int) -> dict[str, float]:
     scale = rng.uniform(1e-4, 1, (rows, groups)).astype(np.float32)
     zero = None if symmetric else rng.integers(0, 2**bits, (rows, groups)).astype(np.float32)
     tensors = packed_tensors("layer.weight", codes, scale, zero, bits)
-    entry = config_entry(IntScheme(bits, group, symmetric), [])
+    entry = config_entry([IntScheme(bits, group, symmetric)], [])
     middle = np.full((rows, groups), 2.0 ** (bits - 1), np.float32)
     params = GridParams(*(np.repeat(x, columns // groups, axis=1) for x in (scale, middle if zero is None else zero)))
     want = (codes.astype(np.float32) - params.zero) * params.scale

@@ -40,7 +40,8 @@ def roofline(argv: list[str]) -> int:
             phase: training, prefill or decode; all three by default.
             batch: global batch size; by default the recipe's for training, else 64.
             seq: sequence length in tokens, for decode the context length; the recipe's by default.
-            weights: format of the matrices in prefill and decode: bfloat16 (the compute dtype), int8, int4, nf4, mxfp4.
+            weights: format of the matrices in prefill and decode: bfloat16 (the compute dtype), int8, int4, nf4,
+                lut4, lut3, mxfp4.
             kv_dtype: format of the KV cache.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             save: JSON file to write the results to.

@@ -65,7 +65,7 @@ def simulate(argv: list[str]) -> int:
             requests: number of requests, if the trace is not a file.
             slo: objective: seconds to the first token and per output token after it, and the share of requests that
                 should meet both (share=0.9).
-            weights: format of the matrices: bfloat16, int8, int4, nf4, mxfp4; fp8 as other engines have it.
+            weights: format of the matrices: bfloat16, int8, int4, nf4, lut4, lut3, mxfp4; fp8 as other engines have it.
             kv_dtype: format of the KV cache.
             max_sequences: sequences that are in a batch at a time.
             max_batched_tokens: token budget of a step.

@@ -1,0 +1,97 @@
+"""Packed matmul (w4a16 of MARLIN, arXiv:2408.11743; lookup tables of FLUTE, arXiv:2407.10960), and its implementations.
+
+Legend: M rows, K inputs, n codes of a byte, B bytes of an output (K / n), N outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels._compat import vary_over, varying_axes
+from pallas_kernels._dispatch import Implementation, dispatch
+from pallas_kernels.packed_matmul.codes import PackedCodes
+from pallas_kernels.packed_matmul.reference import dequantised, packed_matmul_reference
+from pallas_kernels.packed_matmul.xla import packed_matmul_xla
+
+
+def _pallas_tpu(*args: Any) -> Array:
+    from pallas_kernels.packed_matmul.pallas_tpu import packed_matmul_pallas_tpu
+
+    return packed_matmul_pallas_tpu(*args)
+
+
+def _pallas_gpu(*args: Any) -> Array:
+    from pallas_kernels.packed_matmul.pallas_gpu import packed_matmul_pallas_gpu
+
+    return packed_matmul_pallas_gpu(*args)
+
+
+IMPLEMENTATIONS = {
+    "pallas_tpu": _pallas_tpu,
+    "pallas_gpu": _pallas_gpu,
+    "xla": packed_matmul_xla,
+    "reference": packed_matmul_reference,
+}
+
+
+def packed_matmul(
+    x: Float[Array, "M K"],
+    packed: UInt8[Array, "B N"],
+    scales: Float[Array, "G N"],
+    form: PackedCodes,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "M N"]:
+    """Packed matmul: ``x @ (value[code] * scale)``, where the codes of a group of inputs share each output's scale.
+
+    Args:
+        x: rows.
+        packed: bytes of neighbouring inputs' codes, the first in the lowest bits.
+        scales: scale of each group of K / G neighbouring inputs and output.
+        form: bits of a code, and the values that codes stand for.
+        implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
+
+    Returns:
+        The result in ``x.dtype``, accumulated in at least float32, from weights rounded to ``x.dtype``. Differentiable
+        in x, by the dequantised matrix.
+
+    Raises:
+        ValueError: the shapes do not match, groups cut a byte, or codes have no 2, 4 or 8 bits or another number of
+            levels.
+        NotImplementedError: the implementation does not support these arguments.
+    """
+    if form.bits not in (2, 4, 8) or (form.levels is not None and len(form.levels) != 2**form.bits):
+        raise ValueError(f"packed_matmul: {form.bits} bits; codes have 2, 4 or 8 bits and as many levels as codes.")
+    (rows, n), (groups, columns) = packed.shape, scales.shape
+    if x.shape[1] != rows * form.lanes or columns != n or groups == 0 or rows % groups:
+        raise ValueError(
+            f"packed_matmul: rows of {x.shape[1]} inputs, bytes [{rows}, {n}] of {form.lanes} codes each and scales "
+            f"[{groups}, {columns}] do not go together; a group has whole bytes."
+        )
+    axes = varying_axes(x, packed, scales)
+    return _differentiable(implementation, form, *(vary_over(array, axes) for array in (x, packed, scales)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(implementation: Implementation, form: PackedCodes, x: Array, packed: Array, scales: Array) -> Array:
+    return dispatch("packed_matmul", IMPLEMENTATIONS, implementation, x, packed, scales, form)
+
+
+def _forward(
+    implementation: Implementation, form: PackedCodes, x: Array, packed: Array, scales: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return _differentiable(implementation, form, x, packed, scales), (packed, scales)
+
+
+def _backward(
+    implementation: Implementation, form: PackedCodes, kept: tuple[Array, Array], dy: Array
+) -> tuple[Array, None, None]:
+    matrix = dequantised(*kept, form).astype(dy.dtype)
+    return (dy @ matrix.T).astype(dy.dtype), None, None
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -1,0 +1,50 @@
+"""Codes of a packed matrix, and what they stand for.
+
+Bytes hold neighbouring inputs of one output, the first in the lowest bits. So the matrix is a sum over lanes: lane l of
+a byte's n codes meets inputs l, n + l, 2 n + l, ... Its values are elementwise in the bytes, and no code is moved on
+chip: codes are laid out offline (as MARLIN's, arXiv:2408.11743, and FLUTE's, arXiv:2407.10960, are for tensor cores).
+
+Legend: M rows, K inputs, n codes of a byte, B bytes of an output (K / n), N outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped, UInt8
+
+
+class PackedCodes(NamedTuple):
+    """Format of codes and what they stand for, static.
+
+    Attributes:
+        bits: of a code: 2, 4 or 8.
+        levels: value of each code, before its group's scale; None: the code less the middle one, 2^(bits - 1).
+    """
+
+    bits: int
+    levels: tuple[float, ...] | None = None
+
+    @property
+    def lanes(self) -> int:
+        """Codes of a byte."""
+        return 8 // self.bits
+
+
+def split_lanes(x: Shaped[Array, "M K"], lanes: int) -> Shaped[Array, "n M B"]:
+    """Inputs of each lane."""
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, lanes), -1, 0)
+
+
+def lane_values(packed: UInt8[Array, "..."] | Int[Array, "..."], lane: int, form: PackedCodes) -> Float[Array, "..."]:
+    """Values of one lane, before scales, float32: by shifts, and selects among levels instead of a gather."""
+    wide = packed.astype(jnp.int32)
+    codes = wide >> (form.bits * lane) & (2**form.bits - 1) if form.lanes > 1 else wide
+    if form.levels is None:
+        return (codes - 2 ** (form.bits - 1)).astype(jnp.float32)
+    values = [jnp.float32(level) for level in form.levels]
+    for bit in range(form.bits):
+        high = (codes >> bit & 1) == 1
+        values = [jnp.where(high, values[2 * i + 1], values[2 * i]) for i in range(len(values) // 2)]
+    return values[0]

@@ -1,0 +1,89 @@
+"""Packed matmul on NVIDIA GPUs: a Pallas kernel through Triton that dequantises tiles of codes in registers.
+
+A program makes a tile of the result. It goes over the bytes of its outputs a tile at a time, whose loads are pipelined
+(``num_stages``): a tile's bytes are on their way while others are multiplied. A tile lies within one group of inputs,
+so that each output has one scale there.
+
+Legend: M rows, K inputs, n codes of a byte, B bytes of an output, N outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels._compat import is_interpreting, result_like, target_device
+from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, round_up, stated
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, split_lanes
+from pallas_kernels.packed_matmul.config import gpu_tiles
+
+MAX_ELEMENTS = 2**31
+"""Offsets in an array are 32-bit integers."""
+
+
+def packed_matmul_pallas_gpu(
+    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes
+) -> Float[Array, "M N"]:
+    """Packed matmul on GPUs; see ``packed_matmul``.
+
+    Raises:
+        NotImplementedError: groups have no multiple of 16 bytes, an array has ``MAX_ELEMENTS`` or more elements, or see
+            ``pallas_kernels._pallas.check_supported``.
+    """
+    check_supported("pallas_gpu", x=x)
+    (m, k), (rows, n), groups = x.shape, packed.shape, scales.shape[0]
+    size = rows // groups
+    tiles = gpu_tiles(target_device().kind, m, size, groups)
+    if tiles is None:
+        raise NotImplementedError(f"pallas_gpu takes groups of a multiple of 16 bytes an output, not of {size}.")
+    if max(x.size, packed.size, m * n) >= MAX_ELEMENTS:
+        raise NotImplementedError(f"pallas_gpu takes fewer than 2^31 elements: x {[m, k]}, bytes {[rows, n]}.")
+
+    def body(x: Any, packed: Any, scales: Any, out: Any) -> None:
+        top, left = pl.program_id(0) * tiles.rows, pl.program_id(1) * tiles.columns
+        here, across = pl.ds(top, tiles.rows), pl.ds(left, tiles.columns)
+        some, inside = _from(top, tiles.rows) < m, _from(left, tiles.columns) < n
+
+        def more(i: Any, acc: Array) -> Array:
+            start = i * tiles.inner
+            part, own = pl.ds(start, tiles.inner), _from(start, tiles.inner) < rows
+            both = own[:, None] & inside[None]
+            codes = plgpu.load(packed.at[part, across], mask=both, other=0)
+            scale = plgpu.load(scales.at[jnp.minimum(start // size, groups - 1), across], mask=inside, other=0.0)
+            for lane in range(form.lanes):
+                matrix = lane_values(codes, lane, form) * scale[None]
+                # A byte beyond the last is a code, too, and its value may be other than 0.
+                tokens = plgpu.load(x.at[jnp.int32(lane), here, part], mask=some[:, None] & own[None], other=0.0)
+                acc += dot(tokens, matrix.astype(tokens.dtype), (1, 0))
+            return acc
+
+        acc = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
+        acc = jax.lax.fori_loop(0, -(-rows // tiles.inner), more, acc)
+        plgpu.store(out.at[here, across], acc.astype(out.dtype), mask=some[:, None] & inside[None])
+
+    made = result_like(x, (m, n), x.dtype)
+    estimate = cost(2 * m * k * n, bytes_of(x, packed, scales, made))
+    tall, wide, deep = round_up(m, tiles.rows), round_up(n, tiles.columns), round_up(rows, tiles.inner)
+    whole = lambda *shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))  # noqa: E731
+    call = pl.pallas_call(
+        body,
+        grid=(tall // tiles.rows, wide // tiles.columns),
+        in_specs=[whole(form.lanes, tall, deep), whole(deep, wide), whole(groups, wide)],
+        out_specs=whole(tall, wide),
+        out_shape=made,
+        compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=is_interpreting(),
+        cost_estimate=estimate,
+        metadata=stated(estimate),
+        name="packed_matmul",
+    )
+    return call(split_lanes(x, form.lanes), packed, scales.astype(jnp.float32))
+
+
+def _from(start: Any, size: int) -> Array:
+    return start + jnp.arange(size, dtype=jnp.int32)

@@ -1,0 +1,82 @@
+"""Packed matmul on TPUs: a Pallas kernel through Mosaic that dequantises tiles of codes in VMEM.
+
+The grid runs over tiles of rows, of outputs and of bytes, the last innermost. While a tile is multiplied, the bytes of
+the next are on their way (Pallas' double buffering): per weight, memory is read in the bits of a code.
+
+Legend: M rows, K inputs, n codes of a byte, B bytes of an output, N outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels._compat import result_like, target_device
+from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, split_lanes
+from pallas_kernels.packed_matmul.config import tpu_tiles
+
+
+def packed_matmul_pallas_tpu(
+    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes
+) -> Float[Array, "M N"]:
+    """Packed matmul on TPUs; see ``packed_matmul``.
+
+    Raises:
+        NotImplementedError: no tile of bytes goes with the groups, or see ``pallas_kernels._pallas.check_supported``.
+    """
+    check_supported("pallas_tpu", x=x)
+    (m, k), (rows, n), groups = x.shape, packed.shape, scales.shape[0]
+    size = rows // groups
+    tiles = tpu_tiles(target_device().kind, m, size, rows, n, x.dtype.itemsize)
+    if tiles is None:
+        raise NotImplementedError(
+            f"pallas_tpu takes bytes of an output that a multiple of 32 divides, which holds or divides a group; "
+            f"{rows} bytes in groups of {size} have none."
+        )
+    held = max(1, tiles.inner // size)
+    last = rows // tiles.inner - 1
+
+    def body(x: Any, packed: Any, scales: Any, out: Any, acc: Any) -> None:
+        i = pl.program_id(2)
+
+        @pl.when(i == 0)
+        def _() -> None:
+            acc[...] = jnp.zeros_like(acc)
+
+        spread = scales[:, 0] if held == 1 else _spread(scales[...], tiles.inner)
+        for lane in range(form.lanes):
+            matrix = (lane_values(packed[...], lane, form) * spread).astype(x.dtype)
+            acc[...] += dot(x[lane], matrix, (1, 0))
+
+        @pl.when(i == last)
+        def _() -> None:
+            out[...] = acc[...].astype(out.dtype)
+
+    call = pl.pallas_call(
+        body,
+        grid=(pl.cdiv(m, tiles.rows), pl.cdiv(n, tiles.columns), last + 1),
+        in_specs=[
+            pl.BlockSpec((form.lanes, tiles.rows, tiles.inner), lambda r, c, i: (0, r, i)),
+            pl.BlockSpec((tiles.inner, tiles.columns), lambda r, c, i: (i, c)),
+            pl.BlockSpec((held, 1, tiles.columns), lambda r, c, i: (i * tiles.inner // size // held, 0, c)),
+        ],
+        out_specs=pl.BlockSpec((tiles.rows, tiles.columns), lambda r, c, i: (r, c)),
+        out_shape=result_like(x, (m, n), x.dtype),
+        scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret_tpu(),
+        cost_estimate=cost(2 * m * k * n, bytes_of(x, packed, scales) + m * n * x.dtype.itemsize),
+        name="packed_matmul",
+    )
+    return call(split_lanes(x, form.lanes), packed, scales[:, None].astype(jnp.float32))
+
+
+def _spread(scales: Array, rows: int) -> Array:
+    """Scales [groups, 1, columns] of every row of a tile."""
+    groups, _, columns = scales.shape
+    return jnp.broadcast_to(scales, (groups, rows // groups, columns)).reshape(rows, columns)

@@ -1,0 +1,26 @@
+"""Reference packed matmul: dequantises the matrix; defines the operation.
+
+Legend: M rows, K inputs, B bytes of an output, N outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values
+
+
+def dequantised(packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes) -> Float[Array, "K N"]:
+    """The matrix: values times scales, in at least float32."""
+    lanes = jnp.stack([lane_values(packed, lane, form) for lane in range(form.lanes)], axis=1)
+    values = lanes.reshape(-1, packed.shape[1]).astype(jnp.promote_types(scales.dtype, jnp.float32))
+    return values * jnp.repeat(scales, values.shape[0] // scales.shape[0], axis=0)
+
+
+def packed_matmul_reference(
+    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes
+) -> Float[Array, "M N"]:
+    """Reference packed matmul; see ``packed_matmul``."""
+    matrix = dequantised(packed, scales, form).astype(x.dtype)
+    return jnp.matmul(x, matrix, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)

@@ -1,0 +1,152 @@
+"""Shared test body of every implementation of the packed matmul: cases, a product in float64, a check.
+
+Legend: M rows, K inputs, N outputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels._compat import interpreting
+from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
+
+PACKAGE = "pallas_kernels.packed_matmul"
+PALLAS = ("pallas_tpu", "pallas_gpu")
+PLAIN = ("xla", "reference")
+"""Implementations that run on any device, in any precision."""
+TABLE = tuple(float(x) for x in np.random.default_rng(0).normal(size=16))
+BYTES = tuple(float(x) for x in np.random.default_rng(1).normal(size=256))
+
+
+class Case(NamedTuple):
+    m: int
+    k: int
+    n: int
+    groups: int
+    form: PackedCodes = PackedCodes(4)
+
+
+CASES = {
+    "one row, one output": Case(1, 64, 1, 1),
+    "decode in groups of 64": Case(1, 576, 200, 9),
+    "groups of 32": Case(16, 256, 70, 8),
+    "128 rows": Case(128, 512, 130, 4),
+    "one group over many tiles": Case(5, 1280, 40, 1),
+    "a table, no multiple of anything": Case(37, 1152, 203, 18, PackedCodes(4, TABLE)),
+    "int8 in groups": Case(19, 192, 150, 6, PackedCodes(8)),
+    "int8 by channel, levels": Case(3, 96, 20, 1, PackedCodes(8, BYTES)),
+    "int2": Case(9, 512, 140, 4, PackedCodes(2)),
+    "int2 with levels": Case(9, 256, 33, 4, PackedCodes(2, TABLE[:4])),
+}
+KILLERS = (
+    "a table, no multiple of anything",
+    "decode in groups of 64",
+    "one group over many tiles",
+    "128 rows",
+    "int2",
+)
+_CODES = {
+    "lanes in the wrong order": ("codes", "form.bits * lane)", "form.bits * (form.lanes - 1 - lane))"),
+    "middle code off by one": ("codes", "codes - 2 ** (form.bits - 1)", "codes - 2 ** (form.bits - 1) + 1"),
+    "levels of the other half": ("codes", "high = (codes >> bit & 1) == 1", "high = (codes >> bit & 1) == 0"),
+    "inputs of a lane are neighbours": (
+        "codes",
+        "jnp.moveaxis(x.reshape(x.shape[0], -1, lanes), -1, 0)",
+        "jnp.moveaxis(x.reshape(x.shape[0], lanes, -1), 1, 0)",
+    ),
+}
+MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
+    **{(name, what): edit for name in ("xla", *PALLAS) for what, edit in _CODES.items()},
+    ("reference", "scales by turns"): ("reference", "jnp.repeat(scales, values.shape[0] // scales.shape[0], axis=0)",
+                                       "jnp.tile(scales, (values.shape[0] // scales.shape[0], 1))"),
+    ("reference", "lanes after one another"): ("reference", "axis=1)", "axis=0)"),
+    ("xla", "one group's scale"): ("xla", "scales[:, None].astype", "scales[:1, None].astype"),
+    ("xla", "not added up"): ("xla", "out += jnp.matmul", "out = jnp.matmul"),
+    ("pallas_tpu", "not added up"): ("pallas_tpu", "acc[...] += dot", "acc[...] = dot"),
+    ("pallas_tpu", "not begun at zero"): ("pallas_tpu", "jnp.zeros_like(acc)", "jnp.ones_like(acc)"),
+    ("pallas_tpu", "scales of the first groups"): (
+        "pallas_tpu", "(i * tiles.inner // size // held, 0, c)", "(0, 0, c)"
+    ),
+    ("pallas_tpu", "scales by turns"): (
+        "pallas_tpu", "jnp.broadcast_to(scales, (groups, rows // groups, columns)).reshape(rows, columns)",
+        "jnp.tile(scales[:, 0], (rows // groups, 1))",
+    ),
+    ("pallas_tpu", "columns of the first tile"): (
+        "pallas_tpu", "lambda r, c, i: (i, c)),", "lambda r, c, i: (i, 0)),"
+    ),
+    ("pallas_tpu", "last tile dropped"): ("pallas_tpu", "@pl.when(i == last)", "@pl.when(i == last - (last > 0))"),
+    ("pallas_gpu", "scale of the first group"): ("pallas_gpu", "jnp.minimum(start // size, groups - 1)", "0 * start"),
+    ("pallas_gpu", "first lane's inputs"): ("pallas_gpu", "jnp.int32(lane)", "jnp.int32(0)"),
+    ("pallas_gpu", "last tile dropped"): (
+        "pallas_gpu", "-(-rows // tiles.inner), more", "rows // tiles.inner - 1, more"
+    ),
+    ("pallas_gpu", "not added up"): ("pallas_gpu", "acc += dot(tokens", "acc = dot(tokens"),
+}  # fmt: skip
+"""(implementation, mistake) -> (module of the package, text, text with the mistake)."""
+
+
+@contextlib.contextmanager
+def small_pieces() -> Iterator[None]:
+    """Tiles so small that small shapes cross many of them."""
+    config = importlib.import_module(f"{PACKAGE}.config")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "measured", lambda *_: {"rows": 32, "inner": 64, "columns": 128})
+        yield
+
+
+def draw(rng: np.random.Generator, case: Case, dtype=np.float64):
+    """x, bytes, scales."""
+    rows = case.k // case.form.lanes
+    packed = rng.integers(0, 256, (rows, case.n), dtype=np.uint8)
+    scales = rng.uniform(0.2, 2, (case.groups, case.n)) * 2.0 ** rng.integers(-3, 3, (case.groups, 1))
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return jnp.asarray(rng.normal(size=(case.m, case.k)), dtype), jnp.asarray(packed), jnp.asarray(scales, wide)
+
+
+def matrix(packed, scales, case: Case) -> np.ndarray:
+    """The dequantised matrix, code by code."""
+    bits = case.form.bits
+    levels = np.arange(2**bits) - 2.0 ** (bits - 1) if case.form.levels is None else np.asarray(case.form.levels)
+    packed, out = np.asarray(packed), np.zeros((case.k, case.n))
+    for i in range(case.k):
+        codes = packed[i // case.form.lanes] >> (bits * (i % case.form.lanes)) & 2**bits - 1
+        out[i] = levels[codes] * np.asarray(scales, np.float64)[i * case.groups // case.k]
+    return out
+
+
+def error(got, want) -> float:
+    """||got - want|| / ||want||."""
+    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / (np.linalg.norm(want) or 1.0))
+
+
+def program(implementation: str, case: Case):
+    """Compiled product, and its gradient of x for a cotangent."""
+
+    def run(x, packed, scales, cotangent):
+        y, back = jax.vjp(lambda x: packed_matmul(x, packed, scales, case.form, implementation=implementation), x)
+        return y, back(cotangent)[0]
+
+    return jax.jit(run)
+
+
+def check(implementation: str, case: Case, rng: np.random.Generator, dtype=np.float32, bound: float = 1e-6) -> float:
+    """Result and gradient, twice, against float64; Pallas kernels are interpreted."""
+    x, packed, scales = draw(rng, case, dtype)
+    cotangent = jnp.asarray(rng.normal(size=(case.m, case.n)), dtype)
+    with interpreting() if implementation.startswith("pallas") else contextlib.nullcontext():
+        run = program(implementation, case)
+        (got, dx), again = (run(x, packed, scales, cotangent) for _ in range(2))
+    np.testing.assert_array_equal(got, again[0])
+    assert got.dtype == dtype
+    dense = matrix(packed, scales, case)
+    worst = max(error(got, np.asarray(x, np.float64) @ dense), error(dx, np.asarray(cotangent, np.float64) @ dense.T))
+    assert worst <= bound, worst
+    return worst
