@@ -690,6 +690,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "runs share the frozen base, and only adapters are their own",
         'choose an adapter, such as adapter.kind = "lora"',
     ),
+    Refusal(
+        TOGETHER,
+        "shifted groups",
+        "longlora trains norms and the embedding too, whose gradients are not batched over runs on a mesh",
+        "choose another adapter",
+    ),
     Refusal(TOGETHER, "pipeline", "the base that runs share is not placed on stages", NO_STAGES),
     Refusal(
         TOGETHER,

@@ -33,7 +33,7 @@ BLOCK = BlockConfig(AttentionConfig(heads=4, kv_heads=2, head_dim=16), MlpConfig
 MODEL = DecoderConfig(vocab_size=280, embed_dim=64, layers=1, pattern=(BLOCK,), dtype="float64", param_dtype="float64")
 WEIGHTS = {"rank": 3, "alpha": 5.0, "targets": ("*",)}
 METHODS: dict[str, AdapterConfig] = {
-    **{kind: AdapterConfig(kind, **WEIGHTS) for kind in ("lora", "rslora", "dora", "lora_ga", "longlora")},
+    **{kind: AdapterConfig(kind, **WEIGHTS) for kind in ("lora", "rslora", "dora", "lora_ga")},
     "qlora": AdapterConfig("qlora", rank=3, alpha=5.0, targets=("q,k,v", "mlp")),  # heads are narrower than its blocks
     "prefix": AdapterConfig("prefix", tokens=4),
     "prompt": AdapterConfig("prompt", tokens=4),
