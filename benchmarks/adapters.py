@@ -2,13 +2,15 @@
 that of the whole model, and bytes of a step.
 
     python -m benchmarks.adapters [--model smollm2] [--batch 32] [--ranks 4,8,16] [--counts 1,8,16,32] [--json FILE]
+    python -m benchmarks.adapters --train [--ranks 8,16]
     python -m benchmarks.adapters --matmuls
     python -m benchmarks.adapters --traces
     python -m benchmarks.adapters --on v6e:1x1,h100:1x1 [--slots 8,32] [--rank 16] [--tiny]
 
 The first decodes on this machine, with random adapters of every projection. The engine without slots, and the one with
 slots serving the base and 1, 8, ... adapters in a batch of the same sequences, take turns; the median counts. Pages
-have as many ranks as the adapters. Then steps of SFT of the whole model and of each rank of LoRA take turns.
+have as many ranks as the adapters. Then steps of SFT of the whole model and of each rank of LoRA take turns. Ratios are
+of processor time, of all cores, so that other work of the machine does not change them.
 ``--matmuls`` times matmuls alone, by the two ways of the plain implementation. ``--traces`` draws requests for
 Llama-3-8B on 80 GB and counts, at equal memory, adapters that are on the device when a request needs them: with a pool
 of their own, and in one pool with the KV cache (S-LoRA's). The last compiles the decode step of the recipe llama3_8b in
@@ -43,21 +45,23 @@ def random_adapter(model: Any, seed: int, rank: int) -> Any:
     return Adapter("lora", factors, {path: (rank,) * one.a.shape[0] for path, one in factors.items()})
 
 
-def decode_seconds(engine: Any, batch: int, tokens: int, adapters: Sequence[str | None]) -> float:
-    """Seconds from the last first token to the last token of a batch, whose sequences use the adapters in turn."""
+def decode_seconds(engine: Any, batch: int, tokens: int, adapters: Sequence[str | None]) -> tuple[float, float]:
+    """Time from the last first token to the last token of a batch, whose sequences use the adapters in turn: seconds of
+    the clock, and of all processors.
+    """
     from jaxllm.infer import SamplingParams
 
     rng, params = np.random.default_rng(0), SamplingParams(max_tokens=tokens, temperature=0.0)
     for i in range(batch):
         engine.submit(rng.integers(0, engine.vocab_size, 16), params, adapter=adapters[i % len(adapters)])
     seen: set[int] = set()
-    first = time.perf_counter()
+    first = time.perf_counter(), time.process_time()
     while engine.busy:
         for delta in engine.step():
             if delta.tokens and delta.request.id not in seen:
                 seen.add(delta.request.id)
-                first = time.perf_counter()
-    return time.perf_counter() - first
+                first = time.perf_counter(), time.process_time()
+    return time.perf_counter() - first[0], time.process_time() - first[1]
 
 
 def measure(model: str, batch: int, tokens: int, rank: int, counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
@@ -83,26 +87,27 @@ def measure(model: str, batch: int, tokens: int, rank: int, counts: Sequence[int
     }
     for count in counts:
         ways[f"{count} adapters"] = served, [f"a{n}" for n in range(count)]
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, (engine, adapters) in ways.items():
             seconds = decode_seconds(engine, batch, tokens, adapters)
             taken[name] += [seconds] if turn else []
-    base = statistics.median(taken["the base, no slots"])
     rows = []
     for name, seconds in taken.items():
-        middle = statistics.median(seconds)
-        speed = batch * (tokens - 1) / middle
-        rows.append({"rank": rank, "batch": batch, "way": name, "tokens/s": speed, "of the base": base / middle})
+        clock, processor = (statistics.median(times) for times in zip(*seconds, strict=True))
+        base = statistics.median(times[1] for times in taken["the base, no slots"])
+        speed = batch * (tokens - 1) / clock
+        rows.append({"rank": rank, "batch": batch, "way": name, "tokens/s": speed, "of the base": base / processor})
         print(
-            f"rank {rank:3}, batch {batch}: {name:20} {speed:8.1f} tokens/s, {base / middle:.2f} of the base",
+            f"rank {rank:3}, batch {batch}: {name:20} {speed:8.1f} tokens/s, {base / processor:.2f} of the base's "
+            "speed by processor time",
             flush=True,
         )
     return rows
 
 
 def train_steps(rows: int, length: int, ranks: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Time of a training step of the recipe sft_smollm2 with LoRA on all matmuls, over that of the whole model."""
+    """Processor time of a training step of the recipe sft_smollm2 with LoRA, over that of the whole model."""
     import jax
 
     from jaxllm.models import functional
@@ -137,10 +142,10 @@ def train_steps(rows: int, length: int, ranks: Sequence[int], rounds: int) -> li
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(rounds + 1):
             for name, step in ways.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 states[name], metrics = step(states[name], batch)
-                jax.block_until_ready(metrics)
-                taken[name] += [time.perf_counter() - start] if turn else []
+                jax.block_until_ready((states[name], metrics))
+                taken[name] += [time.process_time() - start] if turn else []
     middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
     found = []
     for name, seconds in middle.items():
@@ -336,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--train-tokens", type=int, default=128, help="tokens of each of four rows of a step; 0: no steps"
     )
+    parser.add_argument("--train", action="store_true", help="time training steps alone")
     parser.add_argument("--on", default="", help="compile for these instead of measuring here")
     parser.add_argument("--slots", default="0,8,32")
     parser.add_argument("--rank", type=int, default=16)
@@ -365,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += traces()
     elif not options.on:
         counts = [int(count) for count in options.counts.split(",")]
-        for rank in map(int, options.ranks.split(",")):
+        for rank in () if options.train else map(int, options.ranks.split(",")):
             rows += measure(options.model, options.batch, options.tokens, rank, counts, options.rounds)
         if options.train_tokens:
             ranks = [int(rank) for rank in options.ranks.split(",")]

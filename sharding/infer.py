@@ -94,7 +94,7 @@ def infer_shardings(forward: Callable[..., Any], params: Any, *inputs: Any, size
 
 
 def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), tree)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,6 @@ class _Flow:
     def _inside(self, eqn: Any, inner: list[Jaxpr], uses: dict[Any, _Use], split: dict[Any, bool]) -> None:
         """Programs within an operation: loops, conditions, calls."""
         scanned = eqn.primitive.name == "scan"
-        stacked = eqn.params["num_consts"] + eqn.params["num_carry"] if scanned else len(eqn.invars)
         for program in inner:
             own: dict[Any, _Use] = {}
             given: dict[Any, bool] = {}
@@ -151,7 +150,8 @@ class _Flow:
                     continue
                 given[var] = split.get(outer, False)
                 if (use := uses.get(outer)) is not None:
-                    own[var] = _Use(use.leaf, use.dims[1:] if place >= stacked else use.dims)
+                    stacked = scanned and len(_shape(outer)) > len(_shape(var))  # a turn has one layer's part
+                    own[var] = _Use(use.leaf, use.dims[1:] if stacked else use.dims)
             self.run(program, own, given)
             for var, outer in zip(program.outvars, eqn.outvars, strict=False):
                 if isinstance(var, Var):

@@ -111,10 +111,14 @@ def compiled_alike() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def optimized() -> Iterator[None]:
-    """Programs compiled inside the block have optimised machine code, as a user's have: for what runs long."""
+def optimized(enabled: bool = True) -> Iterator[None]:
+    """Programs compiled inside the block have optimised machine code, as a user's have: for what runs long.
+
+    Args:
+        enabled: False in proofs of arithmetic on small numbers, which are processes without ``compile_fast``.
+    """
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", not enabled)
     try:
         yield
     finally:

@@ -121,6 +121,24 @@ def with_sources(argv: list[str], default: RunConfig) -> tuple[list[str], RunCon
     return rest, default
 
 
+def without_together(argv: list[str]) -> tuple[list[str], Path | None]:
+    """The arguments without ``--together FILE``, and the file of runs that are trained in one step, or None.
+
+    Raises:
+        UsageError: the file's name is missing.
+    """
+    rest, file, words = [], None, iter(argv)
+    for word in words:
+        if word != "--together" and not word.startswith("--together="):
+            rest.append(word)
+            continue
+        name = word.partition("=")[2] or next(words, "")
+        if not name:
+            raise UsageError("--together needs a file with a table of settings for each run, such as runs.toml.")
+        file = Path(name)
+    return rest, file
+
+
 def check_settings(argv: list[str], default: RunConfig) -> None:
     """Checks that the configuration has all settings of ``argv``.
 
@@ -145,9 +163,12 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
     """Trains a recipe with the settings of ``argv`` and returns the exit status; called by recipe files too."""
 
     def run() -> int:
-        config = configure(recipe, sys.argv[1:] if argv is None else argv, prog)
+        words, file = without_together(sys.argv[1:] if argv is None else argv)
+        config = configure(recipe, words, prog)
         use_compilation_cache()
         with processes(config.distributed):
+            if file is not None:
+                return start_together(config, file)
             finished = start_training(config)
         return 0 if finished.complete else 128 + (finished.signal or 0)
 
@@ -160,6 +181,22 @@ def start_training(config: RunConfig) -> TrainResult:
     from jaxllm.train import train
 
     return train_policy(config) if isinstance(config, PolicyRunConfig) else train(config)
+
+
+def start_together(config: RunConfig, file: Path) -> int:
+    """Trains the runs of a file in one step; returns the exit status, 1 if a run stopped by itself.
+
+    Raises:
+        UsageError: the recipe is one of policies.
+    """
+    from jaxllm.posttrain import PolicyRunConfig
+    from jaxllm.train import read_runs, train_together
+
+    if isinstance(config, PolicyRunConfig):
+        raise UsageError("--together: policies are trained one after the other; leave it out.")
+    stopped = [result for result in train_together(read_runs(config, file)) if not result.complete]
+    signals = [result.signal for result in stopped if result.signal is not None]
+    return 128 + signals[0] if signals else min(1, len(stopped))
 
 
 def recipes() -> dict[str, importlib.metadata.EntryPoint]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from jaxllm.train.step.routing_losses import RoutingConfig
     from jaxllm.train.step.train_state import TrainState, abstract_state, init_state
     from jaxllm.train.step.training_step import jit_step, train_step
+    from jaxllm.train.together.runs_file import read_runs
+    from jaxllm.train.together.together_loop import train_together
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -54,6 +56,8 @@ __getattr__, __dir__ = lazy_exports(
             "jit_step",
             "train_step",
         ),
+        "jaxllm.train.together.runs_file": ("read_runs",),
+        "jaxllm.train.together.together_loop": ("train_together",),
     },
     renamed={"Finished": "TrainResult"},
 )
@@ -76,7 +80,9 @@ __all__ = [
     "init_state",
     "jit_step",
     "loss_sums",
+    "read_runs",
     "train",
     "train_step",
+    "train_together",
     "value_and_grad",
 ]

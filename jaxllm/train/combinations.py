@@ -7,7 +7,7 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import jax
@@ -194,6 +194,10 @@ FEATURES: dict[str, Feature] = {
     "lowered rate": Feature(lambda run, _: run.spikes.action == "lower_rate", _spikes),
     "rollback": Feature(lambda run, _: run.spikes.action == "rollback", _spikes),
     "parameter average": Feature(lambda run, _: run.ema.decay > 0, lambda run: f"ema.decay = {run.ema.decay}"),
+    "trackers of one run": Feature(
+        lambda run, _: bool({"wandb", "trackio"} & set(run.observe.sinks)),
+        lambda run: f"observe.sinks = {', '.join(run.observe.sinks)}",
+    ),
     "norms by layer": Feature(
         lambda run, _: run.observe.layers_every > 0, lambda run: f"observe.layers_every = {run.observe.layers_every}"
     ),
@@ -228,6 +232,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
     ),
     "adapter": Feature(lambda run, _: bool(run.adapter), lambda run: f'adapter.kind = "{run.adapter.kind}"'),
+    "no adapter": Feature(lambda run, _: not run.adapter, lambda run: 'adapter.kind = "none"'),
     "shifted groups": Feature(
         lambda run, _: run.adapter.kind == "longlora", lambda run: f'adapter.kind = "{run.adapter.kind}"'
     ),
@@ -240,6 +245,9 @@ FEATURES: dict[str, Feature] = {
     ),
 }
 
+TOGETHER = "runs trained together"
+"""Feature of runs with one joint step (``jaxllm.train.together``), which no setting of a run says."""
+FEATURES[TOGETHER] = Feature(lambda run, _: False, lambda run: f"a joint step of {run.name} and other runs")
 NO_STAGES = "leave stage out of the mesh"
 WHOLE = "the optimizer never holds all gradients"
 REFUSALS: tuple[Refusal, ...] = (
@@ -676,33 +684,91 @@ REFUSALS: tuple[Refusal, ...] = (
         "the objective runs without the routing losses of experts",
         "set them to 0",
     ),
+    Refusal(
+        TOGETHER,
+        "no adapter",
+        "runs share the frozen base, and only adapters are their own",
+        'choose an adapter, such as adapter.kind = "lora"',
+    ),
+    Refusal(
+        TOGETHER,
+        "layerwise optimizer",
+        "the optimizer updates layers while it computes gradients, which are taken for all runs at once",
+        "choose another optimizer",
+    ),
+    Refusal(
+        TOGETHER,
+        "projected gradients",
+        "gradients are taken for all runs at once, of the adapters themselves",
+        "choose another optimizer",
+    ),
+    Refusal(
+        TOGETHER,
+        "optimizer of the cross-entropy",
+        "it takes further gradients, of each run by itself",
+        "choose another optimizer",
+    ),
+    Refusal(
+        TOGETHER,
+        "ZeRO 1 or 2",
+        "JAX does not batch arrays with partial sums, which the gradients are until the end of the step",
+        "set parallel.zero to 3",
+    ),
+    Refusal(TOGETHER, "loss scaling", "every run would have a scale of its own", "set model.dtype to bfloat16"),
+    Refusal(TOGETHER, "rollback", "the other runs would have to go back too", "choose another spikes.action"),
+    Refusal(
+        TOGETHER,
+        "overlapped saves",
+        "gradients and updates of all runs are one program",
+        'give checkpoint.saving = "auto"',
+    ),
+    Refusal(TOGETHER, "checkpoints in memory", "a process holds those of one run", "set checkpoint.memory to None"),
+    Refusal(
+        TOGETHER,
+        "reference model",
+        "a batch is scored for one run",
+        "leave reference empty and give reference_logprobs with the data, or train the runs one after the other",
+    ),
+    Refusal(
+        TOGETHER,
+        "objective with its own forward passes",
+        "only forward passes of the training loss are batched over runs",
+        "choose another objective, or train the runs one after the other",
+    ),
+    Refusal(
+        TOGETHER,
+        "trackers of one run",
+        "these trackers follow one run of a process",
+        "use tensorboard, or leave observe.sinks empty",
+    ),
 )
 
 
-def refused(run: RunConfig, sizes: Sizes, platform: str = "") -> list[Refusal]:
+def refused(run: RunConfig, sizes: Sizes, platform: str = "", also: Sequence[str] = ()) -> list[Refusal]:
     """Rows of the table that a run on a mesh meets.
 
     Args:
         run: the run.
         sizes: sizes of its mesh axes.
         platform: of the devices, such as "cpu"; empty: unknown, so that rows of single platforms do not count.
+        also: names of further features that it has.
     """
-    on = {name for name, feature in FEATURES.items() if feature.on(run, sizes)}
+    on = {name for name, feature in FEATURES.items() if feature.on(run, sizes)} | set(also)
     return [row for row in REFUSALS if row.one in on and row.other in on and row.platform in ("", platform)]
 
 
-def check_combinations(run: RunConfig, sizes: Sizes, platform: str = "") -> None:
+def check_combinations(run: RunConfig, sizes: Sizes, platform: str = "", also: Sequence[str] = ()) -> None:
     """Checks that a run's settings go together.
 
     Args:
         run: the run.
         sizes: sizes of its mesh axes.
-        platform: as for ``refused``.
+        platform, also: as for ``refused``.
 
     Raises:
         ConfigError: names the two settings, why they do not, and what to do instead.
     """
-    for row in refused(run, sizes, platform):
+    for row in refused(run, sizes, platform, also):
         one, other = (FEATURES[name].says(run) for name in (row.one, row.other))
         where = f" on {row.platform}" if row.platform else ""
         raise ConfigError(f"{one} does not go with {other}{where}: {row.why}; {row.instead}.")

@@ -6,6 +6,7 @@ the tokenizer.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,12 @@ class Evaluator:
                         found[name] = found.get(name, 0.0) + float(value)
         metrics = {name: value / items for name, value in found.items()}
         return Evaluation(nll / count, nll / math.log(2) / self._dataset.target_bytes, int(count), metrics)
+
+    def on(self, dataset: Any) -> Evaluator:
+        """Evaluator by the same program on another held-out dataset, whose batches have the same shapes."""
+        other = copy.copy(self)
+        other._dataset = dataset
+        return other
 
     def _scored(self, params: Any, batch: Any) -> Any:
         if self._score is None:

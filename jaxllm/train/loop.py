@@ -131,14 +131,7 @@ def train(
         jax.block_until_ready(state.params)
         events.write("restored" if first else "initialised", step=first)
 
-        # The run directory describes this start; rows of metrics after the restored step are written again.
-        files.write_json(files.config, to_dict(config))
-        if files.writes:
-            run.data.tokenizer.save(files.tokenizer)
-            if run.init_model is not None and run.init_model.template is not None:
-                run.init_model.template.save(files.tokenizer)
-        files.drop_metrics_after(first)
-
+        write_start(run, first)
         with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:
             view = recorder.view
             announce_run(run, view, first)
@@ -154,6 +147,21 @@ def train(
             evaluation = finish_run(run, state, recorder, trained=done > first)
             events.write("finished", step=done)
     return TrainResult(files.path, done, True, None, evaluation)
+
+
+def write_start(run: Run, first: int) -> None:
+    """Writes the description of this start to the run directory.
+
+    Args:
+        first: steps done before; rows of metrics after it are dropped, since they are written again.
+    """
+    files = run.directory
+    files.write_json(files.config, to_dict(run.config))
+    if files.writes:
+        run.data.tokenizer.save(files.tokenizer)
+        if run.init_model is not None and run.init_model.template is not None:
+            run.init_model.template.save(files.tokenizer)
+    files.drop_metrics_after(first)
 
 
 def run_with_rollback(
@@ -252,11 +260,8 @@ def run_until(
             if not pending:
                 return
             number, metrics = pending.pop()
-            with watchdog.waiting_for(number):
-                metrics = run.read_metrics(metrics)
-                values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
-            check_step_metrics(run, recorder, saver, number, values)
-            recorder.step(number, values | (feed.metrics(number) if feed is not None else {}), metrics)
+            more = feed.metrics if feed is not None else None
+            values = record_metrics(run, recorder, saver, number, metrics, watchdog.waiting_for(number), more)
 
         def wait_for_devices() -> None:
             read_pending_metrics()
@@ -291,6 +296,34 @@ def run_until(
             if last:
                 break
     return state, done
+
+
+def record_metrics(
+    run: Run,
+    recorder: Recorder,
+    saver: Saver,
+    number: int,
+    metrics: dict[str, Any],
+    waiting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008
+    more: Callable[[int], dict[str, float]] | None = None,
+) -> dict[str, float]:
+    """Reads the metrics of a step from the devices, checks and logs them, and returns its scalars.
+
+    Args:
+        number: of the step, from 1.
+        metrics: on the devices.
+        waiting: context while the devices are waited for.
+        more: further metrics of a step, for the log.
+
+    Raises:
+        RollbackRequested, NonFiniteLossError, SpikesError: see ``check_step_metrics``.
+    """
+    with waiting:
+        metrics = run.read_metrics(metrics)
+        values = {key: float(value) for key, value in metrics.items() if key not in NON_SCALAR}
+    check_step_metrics(run, recorder, saver, number, values)
+    recorder.step(number, values | (more(number) if more is not None else {}), metrics)
+    return values
 
 
 def watchdog_of(run: Run) -> StepWatchdog:
@@ -338,14 +371,17 @@ def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveVie
     view.say(f"step {step}: held out {described_evaluation(evaluation)}")
 
 
-def finish_run(run: Run, state: TrainState, recorder: Recorder, *, trained: bool) -> Evaluation | None:
+def finish_run(
+    run: Run, state: TrainState, recorder: Recorder, *, trained: bool, evaluate: Evaluator | None = None
+) -> Evaluation | None:
     """Evaluates a complete run, draws its loss curve and writes its receipt.
 
     Args:
         trained: whether this start did any steps; a run that was complete before keeps its receipt.
+        evaluate: evaluator on the run's held-out text; None: one is made.
     """
     files, config, view = run.directory, run.config, recorder.view
-    evaluate = make_evaluator(run)
+    evaluate = evaluate or make_evaluator(run)
     evaluation = None
     if evaluate is not None:
         view.say("evaluating on held-out text")

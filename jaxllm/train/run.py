@@ -25,7 +25,7 @@ from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.frozen_base import FrozenBase, trained_only
-from jaxllm.train.init_from import open_initial_model
+from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.replicas import REPLICA, replica_means
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
@@ -84,6 +84,7 @@ class Run:
         config: the run.
         also: other parts of the program whose state is saved with the run's.
         data: the data set to train on; None: the one that ``config.data`` describes.
+        init_model: the opened model of ``config.init_from``; None: it is opened here.
 
     Attributes:
         model: the architecture with its sharding rules.
@@ -103,7 +104,13 @@ class Run:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
     """
 
-    def __init__(self, config: RunConfig, also: Sequence[StateProvider] = (), data: Dataset | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        also: Sequence[StateProvider] = (),
+        data: Dataset | None = None,
+        init_model: InitialModel | None = None,
+    ):
         self.config = config
         self.also = also
         check_trackers(config.observe.sinks)
@@ -118,8 +125,9 @@ class Run:
         self.links = step_links(config)
         settle = settle_function(config, self.model)
         self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
-        self.init_model = open_initial_model(config.init_from, config.model) if config.init_from else None
-        init = self.init_model
+        if init_model is None and config.init_from:
+            init_model = open_initial_model(config.init_from, config.model)
+        self.init_model = init = init_model
         self.base = FrozenBase(config, self.model, self.mesh, init) if config.adapter else None
         self.reference = ReferenceModel(config, base_model(config), self.mesh, init) if config.reference else None
         known, virtual = (init and init.tokenizer, init and init.template), config.adapter.virtual_tokens

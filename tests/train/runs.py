@@ -144,12 +144,14 @@ def losses(directory: Path) -> list[tuple[int, float, float]]:
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
-    """This process gets a signal when the view shows ``step``."""
-    show = LiveView.step
+    """This process gets a signal when a view first shows ``step``."""
+    show, seen = LiveView.step, set()
 
     def shown(self: LiveView, at: int, metrics: dict[str, float]) -> None:
         show(self, at, metrics)
-        if at == step:
+        first = at not in seen
+        seen.add(at)
+        if at == step and first:
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(LiveView, "step", shown)

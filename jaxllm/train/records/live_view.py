@@ -30,6 +30,7 @@ class LiveView:
         log_every: steps between two lines where the output is not interactive.
         quiet: show nothing; for all processes but one.
         shown: metric that is shown as the loss.
+        label: in front of each line, where the views of several runs share the output; there is no panel then.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class LiveView:
         *,
         quiet: bool = False,
         shown: str = "nll",
+        label: str = "",
     ):
-        self.console, self._shown = Console(quiet=quiet), shown
+        self.console, self._shown, self._label = Console(quiet=quiet), shown, label
         self._total, self._first = total, first
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
         self._log_every = log_every
@@ -56,7 +58,7 @@ class LiveView:
         self._last_log = first
 
     def __enter__(self) -> LiveView:
-        if self.console.is_terminal or self.console.is_jupyter:
+        if not self._label and (self.console.is_terminal or self.console.is_jupyter):
             self._live = Live(self._bar, console=self.console, refresh_per_second=4)
             self._live.start()
         return self
@@ -93,7 +95,12 @@ class LiveView:
             self._live.update(Group(self._bar, self._panel(step, metrics)))
         elif step - self._last_log >= self._log_every or step == self._total or step == self._first + 1:
             self._last_log = step
-            self.say("  ".join([f"step {step}/{self._total}", *(f"{k} {v}" for k, v in self._figures(step, metrics))]))
+            named = [self._label] if self._label else []
+            self.say(
+                "  ".join(
+                    [*named, f"step {step}/{self._total}", *(f"{k} {v}" for k, v in self._figures(step, metrics))]
+                )
+            )
 
     def _panel(self, step: int, metrics: dict[str, float]) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -36,9 +36,9 @@ class Recorder:
         profiler: takes profiles of steps.
     """
 
-    def __init__(self, run: Run, first: int, events: EventLog, sinks: MetricSinks):
+    def __init__(self, run: Run, first: int, events: EventLog, sinks: MetricSinks, label: str = ""):
         config, files = run.config, run.directory
-        self.view = make_live_view(run, first)
+        self.view = make_live_view(run, first, label)
         self.events, self.sinks = events, sinks
         self.profiler = Profiler(files.profiles, config.observe.profiled_steps(), leads=files.writes)
         self._config = config
@@ -49,8 +49,11 @@ class Recorder:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, run: Run, first: int, events: EventLog) -> Iterator[Recorder]:
+    def open(cls, run: Run, first: int, events: EventLog, label: str = "") -> Iterator[Recorder]:
         """Context manager with a recorder; an exception that leaves the block is logged as the event "failed".
+
+        Args:
+            label: of the live view's lines, among those of other runs.
 
         Raises:
             SinkError: a tracker is not installed.
@@ -58,7 +61,7 @@ class Recorder:
         config, files = run.config, run.directory
         metrics = files.metrics if files.writes else None
         with MetricSinks(metrics, config.observe.sinks, config.name, to_dict(config)) as sinks:
-            recorder = cls(run, first, events, sinks)
+            recorder = cls(run, first, events, sinks, label)
             try:
                 with recorder.view, recorder.profiler.listen_for_signal():
                     yield recorder
@@ -143,8 +146,8 @@ def start_facts(run: Run) -> dict[str, Any]:
     }
 
 
-def make_live_view(run: Run, first: int) -> LiveView:
-    """Live view of a run."""
+def make_live_view(run: Run, first: int, label: str = "") -> LiveView:
+    """Live view of a run; its lines have a label among those of other runs."""
     known = throughput_facts(run)
     return LiveView(
         total=run.config.steps,
@@ -155,4 +158,5 @@ def make_live_view(run: Run, first: int) -> LiveView:
         log_every=run.config.log_every,
         quiet=not run.group.is_leader,
         shown="loss" if evaluates_objective(run.config) else "nll",
+        label=label,
     )

@@ -1,0 +1,1 @@
+"""Memory of compiled training steps beside its formula."""

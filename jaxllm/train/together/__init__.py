@@ -1,0 +1,1 @@
+"""Several runs with adapters of one base, trained in one step."""
