@@ -289,7 +289,7 @@ def test_statistics_of_shifted_inputs(rng, float64):
     want = statistics(jnp.asarray((x - by) / factors))
     for name in ("gram", "most", "low", "high", "signed", "count"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-10, atol=1e-10)
-    assert (np.asarray(got.total) >= np.asarray(want.total)).all()
+    assert (np.asarray(got.total) >= np.asarray(want.total) * (1 - 1e-12)).all()
     middle = smoothing.middle_of_channels(x.min(0), x.max(0), (4, 2, 5), 2)
     heads = x.reshape(30, 2, 2, 2)
     np.testing.assert_allclose(middle, ((heads.max((0, 2)) + heads.min((0, 2))) / 2).reshape(-1))

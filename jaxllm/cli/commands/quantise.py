@@ -100,7 +100,7 @@ def quantise(argv: list[str]) -> int:
             raise UsageError(f"{path} is a run; convert it first: jaxllm convert {path} OUT --to hf.")
         model = open_source(path)
         texts = [file.read_text() for file in calibrate]
-        ids = [token for text in texts for token in model.tokenizer.encode(text)] if texts else []
+        ids = [int(token) for text in texts for token in model.tokenizer.encode(text)] if texts else []
         try:
             with ends_on_sigterm(), progress_bar("quantising", source) as progress:
                 made = quantise_model(model, out, config, ids, progress)
@@ -108,7 +108,7 @@ def quantise(argv: list[str]) -> int:
             raise UsageError(str(error)) from error
         print(table(made.matrices))
         if evaluate:
-            ids = [token for file in evaluate for token in model.tokenizer.encode(file.read_text())]
+            ids = [int(token) for file in evaluate for token in model.tokenizer.encode(file.read_text())]
             before, after = (
                 mean_loss(name, ids, rows, length, weights)
                 for name, weights in ((path, "plain"), (out, "packed" if activations else "plain"))
