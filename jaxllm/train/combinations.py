@@ -1,39 +1,20 @@
 """Combinations: which settings of a run do not go together, why, and what to do instead. One row each.
 
-A ``Feature`` is a setting that a run has or has not; a ``Refusal`` is a row of two features. ``check_combinations``
-raises for the first row that a run meets; what no row names goes together. docs/train/combinations.md is made of these
-rows.
+A ``Feature`` is a setting that a run has or has not (``run_features``); a ``Refusal`` is a row of two features.
+``check_combinations`` raises for the first row that a run meets; what no row names goes together.
+docs/train/combinations.md is made of these rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
-import jax
-
 from jaxllm.config import ConfigError
-from jaxllm.models import functional
-from jaxllm.models.param_subset import trainable_mask
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
-from jaxllm.train.step.objective import HeadObjective, make_objective
-
-Sizes = Mapping[str, int]
-"""Sizes of the mesh axes."""
-
-
-class Feature(NamedTuple):
-    """Setting of a run.
-
-    Attributes:
-        on: whether a run on a mesh has it.
-        says: how the run says it, with its values.
-    """
-
-    on: Callable[[RunConfig, Sizes], bool]
-    says: Callable[[RunConfig], str]
+from jaxllm.train.run_features import FEATURES, TOGETHER, Sizes
 
 
 class Refusal(NamedTuple):
@@ -52,202 +33,6 @@ class Refusal(NamedTuple):
     platform: str = ""
 
 
-def _optimizer(run: RunConfig) -> str:
-    return f'optim.kind = "{run.optim.kind}"'
-
-
-def _objective(run: RunConfig) -> str:
-    return f'objective.name = "{run.objective.name}"'
-
-
-def _own_forward(run: RunConfig) -> bool:
-    return not isinstance(make_objective(run.objective, run.z_loss), HeadObjective)
-
-
-def _per_token(run: RunConfig) -> bool:
-    objective = make_objective(run.objective, run.z_loss)
-    return isinstance(objective, HeadObjective) and objective.per_token
-
-
-def _frozen(run: RunConfig) -> list[str]:
-    model = functional(run.model)
-    mask = trainable_mask(model, run.trainable)
-    return [jax.tree_util.keystr(path, simple=True) for path, on in jax.tree.leaves_with_path(mask) if not on]
-
-
-def _spikes(run: RunConfig) -> str:
-    return f'spikes.action = "{run.spikes.action}"'
-
-
-def _remat(run: RunConfig) -> str:
-    return f'model.remat = "{run.model.remat}"'
-
-
-def _outer(run: RunConfig) -> str:
-    return f'outer.kind = "{run.outer.kind}"'
-
-
-def _compress(run: RunConfig) -> str:
-    return f'grads.compress = "{run.grads.compress}"'
-
-
-def _precision(run: RunConfig) -> str:
-    return f'model.matmul_precision = "{run.model.matmul_precision}"'
-
-
-def _rounding(run: RunConfig) -> str:
-    return f'optim.rounding = "{run.optim.rounding}"'
-
-
-FEATURES: dict[str, Feature] = {
-    # Parallelism
-    "pipeline": Feature(lambda run, sizes: sizes.get("stage", 1) > 1, lambda run: f"the mesh {run.mesh!r} with stages"),
-    "no pipeline": Feature(lambda run, sizes: sizes.get("stage", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
-    "virtual stages": Feature(
-        lambda run, _: run.parallel.chunks > 0, lambda run: f"parallel.chunks = {run.parallel.chunks}"
-    ),
-    "depths of stages": Feature(
-        lambda run, _: bool(run.parallel.depths), lambda run: f"parallel.depths = {run.parallel.depths}"
-    ),
-    "pipeline offload": Feature(
-        lambda run, _: run.parallel.offload > 0, lambda run: f"parallel.offload = {run.parallel.offload}"
-    ),
-    "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero < 3, lambda run: f"parallel.zero = {run.parallel.zero}"),
-    "ring matmuls": Feature(
-        lambda run, sizes: run.parallel.overlap == "ring" and sizes.get("tensor", 1) > 1,
-        lambda run: 'parallel.overlap = "ring"',
-    ),
-    "rings": Feature(
-        lambda run, sizes: (
-            (run.parallel.context == "ring" and sizes.get("context", 1) > 1)
-            or (run.parallel.overlap == "ring" and sizes.get("tensor", 1) > 1)
-        ),
-        lambda run: f'parallel.context = "{run.parallel.context}" with parallel.overlap = "{run.parallel.overlap}"',
-    ),
-    "context parallelism": Feature(
-        lambda run, sizes: sizes.get("context", 1) > 1, lambda run: f"the mesh {run.mesh!r} with context"
-    ),
-    "tokens out of order": Feature(
-        lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
-        lambda run: f'parallel.layout = "{run.parallel.layout}"',
-    ),
-    "replicas": Feature(
-        lambda run, sizes: sizes.get("replica", 1) > 1, lambda run: f"the mesh {run.mesh!r} with replicas"
-    ),
-    "no replicas": Feature(lambda run, sizes: "replica" not in sizes, lambda run: f"the mesh {run.mesh!r}"),
-    "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
-    "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
-    "compressed gradients": Feature(lambda run, _: bool(run.grads.compress), _compress),
-    "no data axis": Feature(lambda run, sizes: sizes.get("data", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
-    # Model
-    "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),
-    "delayed fp8 scaling": Feature(lambda run, _: run.model.matmul_precision == "fp8_delayed", _precision),
-    "FP4 matmuls": Feature(lambda run, _: run.model.matmul_precision == "mxfp4", _precision),
-    "low-precision matmuls": Feature(lambda run, _: run.model.matmul_precision != "plain", _precision),
-    "experts": Feature(
-        lambda run, _: bool(run.model.mixtures) or run.adapter.has_experts, lambda run: "a model with experts"
-    ),
-    "scaled embedding gradient": Feature(
-        lambda run, _: run.model.embed_grad != 1.0, lambda run: f"model.embed_grad = {run.model.embed_grad}"
-    ),
-    "partial recomputation": Feature(lambda run, _: run.model.remat != "full", _remat),
-    "selective recomputation": Feature(lambda run, _: run.model.remat not in ("none", "full"), _remat),
-    "layerwise recomputation": Feature(lambda run, _: run.model.remat not in get_args(Remat), _remat),
-    "offloaded or compact activations": Feature(
-        lambda run, _: any(name in run.model.remat for name in ("offload", "compact")), _remat
-    ),
-    "compact activations": Feature(lambda run, _: "compact" in run.model.remat, _remat),
-    "latent attention": Feature(
-        lambda run, _: any(b.attention.kv_spec.latent for b in (*run.model.prefix, *run.model.pattern)),
-        lambda run: "a model with latent attention",
-    ),
-    "parameters not in bfloat16": Feature(
-        lambda run, _: run.model.param_dtype != "bfloat16", lambda run: f'model.param_dtype = "{run.model.param_dtype}"'
-    ),
-    # Optimizer
-    "layerwise optimizer": Feature(lambda run, _: run.optim.spec.layerwise, _optimizer),
-    "optimizer of whole gradients": Feature(lambda run, _: not run.optim.spec.layerwise, _optimizer),
-    "optimizer without stages": Feature(
-        lambda run, _: bool(run.optim.spec.why_not_staged),
-        lambda run: f"{_optimizer(run)} ({run.optim.spec.why_not_staged})",
-    ),
-    "optimizer of several passes": Feature(lambda run, _: not run.optim.spec.one_pass, _optimizer),
-    "optimizer without backward pass": Feature(lambda run, _: not run.optim.spec.passes, _optimizer),
-    "layerwise backward pass": Feature(
-        lambda run, _: run.optim.spec.layerwise and run.optim.spec.passes > 0, _optimizer
-    ),
-    "projected gradients": Feature(lambda run, _: run.optim.spec.projected, _optimizer),
-    "averaging optimizer": Feature(lambda run, _: run.optim.spec.averaging, _optimizer),
-    "optimizer of the cross-entropy": Feature(lambda run, _: run.optim.spec.cross_entropy_only, _optimizer),
-    "optimizer of all parameters": Feature(
-        lambda run, _: run.optim.spec.hooks is not None and not run.optim.spec.subsets, _optimizer
-    ),
-    "optimizer that is not streamed": Feature(lambda run, _: not run.optim.spec.streamable, _optimizer),
-    "rounded updates": Feature(lambda run, _: run.optim.rounding != "nearest", _rounding),
-    "narrow moments": Feature(
-        lambda run, _: run.optim.moments != "float32", lambda run: f'optim.moments = "{run.optim.moments}"'
-    ),
-    "gradient accumulation": Feature(lambda run, _: run.accumulate > 1, lambda run: f"accumulate = {run.accumulate}"),
-    # Step
-    "reaction to spikes": Feature(lambda run, _: run.spikes.action != "none", _spikes),
-    "undone updates": Feature(lambda run, _: run.spikes.action in ("skip", "lower_rate"), _spikes),
-    "lowered rate": Feature(lambda run, _: run.spikes.action == "lower_rate", _spikes),
-    "rollback": Feature(lambda run, _: run.spikes.action == "rollback", _spikes),
-    "parameter average": Feature(lambda run, _: run.ema.decay > 0, lambda run: f"ema.decay = {run.ema.decay}"),
-    "trackers of one run": Feature(
-        lambda run, _: bool({"wandb", "trackio"} & set(run.observe.sinks)),
-        lambda run: f"observe.sinks = {', '.join(run.observe.sinks)}",
-    ),
-    "norms by layer": Feature(
-        lambda run, _: run.observe.layers_every > 0, lambda run: f"observe.layers_every = {run.observe.layers_every}"
-    ),
-    "routing losses": Feature(
-        lambda run, _: (
-            bool(run.model.mixtures or run.adapter.has_experts)
-            and bool(run.routing.balance_loss or run.routing.z_loss or run.routing.bias_rate)
-        ),
-        lambda run: "routing.balance_loss, routing.z_loss or routing.bias_rate",
-    ),
-    "balance biases that move": Feature(
-        lambda run, _: bool(run.model.mixtures) and run.routing.bias_rate > 0,
-        lambda run: f"routing.bias_rate = {run.routing.bias_rate}",
-    ),
-    # Host
-    "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
-    "parameter offload": Feature(lambda run, _: run.host.params, lambda run: "host.params"),
-    "updates on the host": Feature(
-        lambda run, _: run.host.optimizer and run.host.device_every > 1,
-        lambda run: f"host.device_every = {run.host.device_every}",
-    ),
-    "overlapped saves": Feature(
-        lambda run, _: run.checkpoint.saving == "overlapped", lambda run: 'checkpoint.saving = "overlapped"'
-    ),
-    "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
-    # Objective
-    "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),
-    "other objective": Feature(lambda run, _: run.objective.name != "cross_entropy", _objective),
-    "objective over several tokens": Feature(lambda run, _: not _per_token(run), _objective),
-    "reference model": Feature(lambda run, _: bool(run.reference), lambda run: f"reference = {run.reference!r}"),
-    "trainable subset": Feature(
-        lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
-    ),
-    "adapter": Feature(lambda run, _: bool(run.adapter), lambda run: f'adapter.kind = "{run.adapter.kind}"'),
-    "no adapter": Feature(lambda run, _: not run.adapter, lambda run: 'adapter.kind = "none"'),
-    "shifted groups": Feature(
-        lambda run, _: run.adapter.kind == "longlora", lambda run: f'adapter.kind = "{run.adapter.kind}"'
-    ),
-    "virtual tokens": Feature(
-        lambda run, _: run.adapter.virtual_tokens > 0, lambda run: f'adapter.kind = "{run.adapter.kind}"'
-    ),
-    "frozen balance biases": Feature(
-        lambda run, _: bool(run.trainable) and any(path.endswith("balance_bias") for path in _frozen(run)),
-        lambda run: f"trainable = {', '.join(run.trainable)}",
-    ),
-}
-
-TOGETHER = "runs trained together"
-"""Feature of runs with one joint step (``jaxllm.train.together``), which no setting of a run says."""
-FEATURES[TOGETHER] = Feature(lambda run, _: False, lambda run: f"a joint step of {run.name} and other runs")
 NO_STAGES = "leave stage out of the mesh"
 WHOLE = "the optimizer never holds all gradients"
 REFUSALS: tuple[Refusal, ...] = (

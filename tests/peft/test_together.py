@@ -17,7 +17,8 @@ from jaxllm.convert.load import load_model
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.peft import AdapterConfig
 from jaxllm.train import ResumeError, read_runs, train, train_together
-from jaxllm.train.combinations import FEATURES, REFUSALS, TOGETHER, refused
+from jaxllm.train.combinations import REFUSALS, refused
+from jaxllm.train.run_features import FEATURES, TOGETHER
 from jaxllm.train.together.runs_file import check_alike
 from tests.train import runs
 

@@ -22,11 +22,12 @@ from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.peft import AdapterConfig
 from jaxllm.train import RunConfig
-from jaxllm.train.combinations import FEATURES, refused
+from jaxllm.train.combinations import refused
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.run_features import FEATURES
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.param_average import EmaConfig

@@ -11,8 +11,9 @@ import pytest
 from jaxllm.config import ConfigError
 from jaxllm.models import functional
 from jaxllm.parallel.parallel_config import ParallelConfig
-from jaxllm.train.combinations import FEATURES, REFUSALS, check_combinations, markdown, refused
+from jaxllm.train.combinations import REFUSALS, check_combinations, markdown, refused
 from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run_features import FEATURES
 from tests.environment import ROOT
 from tests.train.feature_pairs import BASE, BY_THE_OPTIMIZER, SETTINGS, check_pair, outcome, sizes_of, with_features
 

@@ -21,7 +21,7 @@ from jaxllm.models.param_subset import merge
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
-from jaxllm.train.combinations import TOGETHER, check_combinations
+from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.evaluate import Evaluator
 from jaxllm.train.frozen_base import trained_only
@@ -41,6 +41,7 @@ from jaxllm.train.records.recorder import Recorder, start_facts
 from jaxllm.train.recovery.rollback import NonFiniteLossError, SpikesError, finite_or_none
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run, build_value_and_grad
+from jaxllm.train.run_features import TOGETHER
 from jaxllm.train.run_model import saved_params
 from jaxllm.train.step.step_builder import build_split_step
 from jaxllm.train.step.train_state import TrainState
