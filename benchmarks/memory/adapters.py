@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).parent / "adapters.json"
 PAGE = ROOT / "docs" / "train" / "adapters.md"
 BEGIN, END = "<!-- memory: generated -->\n", "<!-- end -->\n"
-OPTIMIZERS = ("adamw", "lion", "adan", "sophia", "lomo", "adalomo")
+OPTIMIZERS = tuple("adamw,lion,adan,sophia,lomo,adalomo".split(","))
+"""Rows of the table, those of the paper's grid."""
 METHODS = {
     "full": AdapterConfig(),
     "lora": AdapterConfig("lora"),

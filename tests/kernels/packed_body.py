@@ -122,9 +122,11 @@ def matrix(packed, scales, case: Case) -> np.ndarray:
     return out
 
 
-def error(got, want) -> float:
-    """||got - want|| / ||want||."""
-    return float(np.linalg.norm(np.asarray(got, np.float64) - want) / (np.linalg.norm(want) or 1.0))
+def error(got, one, other) -> float:
+    """Error of a product, in units of its size without chance cancellations: ``|| |one| |other| || / sqrt(terms)``."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    usual = np.linalg.norm(np.abs(one) @ np.abs(other)) / np.sqrt(len(other))
+    return float(np.linalg.norm(np.asarray(got, np.float64) - one @ other) / (usual or 1.0))
 
 
 def program(implementation: str, case: Case):
@@ -147,6 +149,6 @@ def check(implementation: str, case: Case, rng: np.random.Generator, dtype=np.fl
     np.testing.assert_array_equal(got, again[0])
     assert got.dtype == dtype
     dense = matrix(packed, scales, case)
-    worst = max(error(got, np.asarray(x, np.float64) @ dense), error(dx, np.asarray(cotangent, np.float64) @ dense.T))
+    worst = max(error(got, x, dense), error(dx, cotangent, dense.T))
     assert worst <= bound, worst
     return worst
