@@ -32,8 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 STORED = Path(__file__).parent / "adapters.json"
 PAGE = ROOT / "docs" / "train" / "adapters.md"
 BEGIN, END = "<!-- memory: generated -->\n", "<!-- end -->\n"
-OPTIMIZERS = tuple("adamw,lion,adan,sophia,lomo,adalomo".split(","))
-"""Rows of the table, those of the paper's grid."""
+GRID = "adamw,lion,adan,sophia,lomo,adalomo"
+"""Optimizers of the table, those of the paper."""
+OPTIMIZERS = tuple(GRID.split(","))
 METHODS = {
     "full": AdapterConfig(),
     "lora": AdapterConfig("lora"),
@@ -110,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of ``python -m benchmarks.memory.adapters``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on", default="h100:1x1")
-    parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--optimizers", default=GRID)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--table", action="store_true", help="compile nothing")
     given = parser.parse_args(arguments)
