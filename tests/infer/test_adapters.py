@@ -108,24 +108,24 @@ def test_revisions_are_swapped_in_and_rolled_back(engine, rng):
     The prompt is shorter than a page, so that no prefix is found, which would change the bits.
     """
     prompt = rng.integers(0, engines.VOCAB, 7).tolist()
-    engine.load_adapter("policy", drawn("llama", 10, 8))
-    first = run(engine, (prompt, "policy"))[0]
-    running = engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=20), adapter="policy")
+    engine.load_adapter("rolled", drawn("llama", 10, 8))
+    first = run(engine, (prompt, "rolled"))[0]
+    running = engine.submit(prompt, dataclasses.replace(GREEDY, max_tokens=20), adapter="rolled")
     for _ in range(3):
         engine.step()
-    engine.swap(adapter={"policy": drawn("llama", 11, 16)})
-    second = run(engine, (prompt, "policy"))[0]
+    engine.swap(adapter={"rolled": drawn("llama", 11, 16)})
+    second = run(engine, (prompt, "rolled"))[0]
     assert engines.error("llama", "float64", [running], merged("llama", "float64", 10, 8)) < 1e-10
     assert engines.error("llama", "float64", [second], merged("llama", "float64", 11, 16)) < 1e-10
-    assert engine.rollback_adapter("policy").number == 1
-    third = run(engine, (prompt, "policy"))[0]
+    assert engine.rollback_adapter("rolled").number == 1
+    third = run(engine, (prompt, "rolled"))[0]
     assert tokens(third) == tokens(first) == tokens(running)[: len(prompt) + 8]
     np.testing.assert_array_equal(third.sequences[0].logprobs, first.sequences[0].logprobs)
-    with pytest.raises(ValueError, match=r"'policy' has one revision \(1\), and none to go back to"):
-        engine.rollback_adapter("policy")
-    engine.unload_adapter("policy")
-    with pytest.raises(AdapterNotFoundError, match="no adapter 'policy' among 6"):
-        engine.submit(prompt, GREEDY, adapter="policy")
+    with pytest.raises(ValueError, match=r"'rolled' has one revision \(1\), and none to go back to"):
+        engine.rollback_adapter("rolled")
+    engine.unload_adapter("rolled")
+    with pytest.raises(AdapterNotFoundError, match="no adapter 'rolled' among 6"):
+        engine.submit(prompt, GREEDY, adapter="rolled")
 
 
 def test_a_swap_of_the_base_keeps_adapters(engine, rng):
