@@ -27,7 +27,7 @@ ADAPTERS = {
     "prefix": AdapterConfig("prefix", tokens=4),
     "prompt": AdapterConfig("prompt", tokens=4),
 }
-KINDS = ("adamw", "lion", "adan", "sophia", "lomo", "adalomo")
+KINDS = ("adamw", "lion", "adan", "sophia", "lomo", "adalomo", "schedule_free", "mezo")
 MESHES = ("data=2", "fsdp=2", "tensor=2", "stage=2")
 MODEL = tiny.decoder(kv_heads=4, layers=2, tied=False, remat="full")
 CASES = [
@@ -47,7 +47,7 @@ def stepped(kind: str, adapter: str, mesh: str) -> tuple[Any, float]:
         mesh=mesh,
         data=DataConfig(batch_size=8, seq_len=8),
         adapter=ADAPTERS[adapter],
-        accumulate=1 if kind in ("lomo", "adalomo") else 2,
+        accumulate=1 if kind in ("lomo", "adalomo", "mezo") else 2,
         optim=OptimConfig(ScheduleConfig("constant", 1e-2), kind=kind, clip_norm=None),
         steps=9,
     )
