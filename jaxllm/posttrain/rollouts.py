@@ -122,11 +122,11 @@ class RolloutEngine:
         self.engine.version += 1
 
     def run(self, sampling: Sampling[Found]) -> Found:
-        """What a policy's sampling finds, with the weights as they are."""
+        """Result of a policy's sampling, with the weights as they are."""
         return self.run_together({None: sampling})[None]
 
     def run_together(self, samplings: Mapping[str | None, Sampling[Found]]) -> dict[str | None, Found]:
-        """What the sampling of each policy finds; their requests share the engine's steps.
+        """Result of each policy's sampling; their requests share the engine's steps.
 
         Which requests share a step depends on the requests alone, and not on how long rewards or environments take.
 

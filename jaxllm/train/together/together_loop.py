@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -67,6 +67,7 @@ class Member(NamedTuple):
     evaluate: Evaluator | None
 
 
+@runtime_checkable
 class JointFeed(Protocol):
     """Batches of runs that depend on their parameters, such as rollouts of policies (``loop.BatchFeed`` of one run)."""
 
