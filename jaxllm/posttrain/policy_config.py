@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jaxllm.config import runtime_only
+from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.posttrain.algorithms import find_algorithm
 from jaxllm.posttrain.environments.environment_table import find_environment
 from jaxllm.posttrain.rewards import find_rewards
@@ -75,11 +77,18 @@ class PolicyRunConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig("policy"))
 
+    own_together: ClassVar[tuple[str, ...]] = ("algorithm", "prompts", "rewards", "environment")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         algorithm = find_algorithm(self.algorithm)
         if self.environment:
             find_environment(self.environment)
+        if self.adapter and ADAPTER_METHODS[self.adapter.kind].needs_gradients:
+            raise ValueError(
+                f'adapter.kind = "{self.adapter.kind}" starts from the gradient of the first batch, which a policy has '
+                'not before its first rollouts; choose another adapter, such as "lora".'
+            )
         if self.rewards or not self.environment:
             find_rewards(self.rewards)
         rollout, data = self.rollout, self.data
