@@ -28,7 +28,7 @@ from jaxllm.posttrain.policy_training import RolloutFeed, StepRollouts, open_pol
 from jaxllm.posttrain.prompts import blank_batch
 from jaxllm.posttrain.rewards import RewardError
 from jaxllm.posttrain.rollout_queue import QueuedBatch, RolloutQueue
-from jaxllm.posttrain.rollouts import RolloutEngine, Sampling, one_device
+from jaxllm.posttrain.rollouts import RolloutEngine, Sampling, rollout_mesh
 from jaxllm.train.loop import TrainResult
 from jaxllm.train.run import Run
 from jaxllm.train.run_model import base_model
@@ -88,7 +88,7 @@ class RolloutsTogether:
             base_model(config),
             base_params(merge(own, base)),  # arrays of the base, which no step donates
             self._feeds[0].tokenizer,
-            None if one_device(mesh) else mesh,
+            rollout_mesh(config.rollout.mesh, mesh),
             max(feed.longest for feed in self._feeds),
             config.rollout.max_sequences,
             adapters=len(runs),

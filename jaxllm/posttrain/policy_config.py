@@ -26,6 +26,7 @@ class RolloutConfig:
         max_tokens: largest length of a completion in tokens; with an environment that of an episode, observations
             included.
         max_turns: with an environment: most turns of the policy in an episode.
+        mesh: mesh to sample on, such as ``tensor=2``: the first devices of the run's; empty: the run's own mesh.
         max_sequences: completions that the engine decodes at a time.
         max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
             on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
@@ -39,6 +40,7 @@ class RolloutConfig:
     group: int = 8
     max_tokens: int = 128
     max_turns: int = 8
+    mesh: str = runtime_only("")
     max_sequences: int = runtime_only(32)
     max_staleness: int = 0
     attempts: int = 3

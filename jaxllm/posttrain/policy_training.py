@@ -39,7 +39,7 @@ from jaxllm.posttrain.rollout_batch import (
     with_advantages,
 )
 from jaxllm.posttrain.rollout_queue import QueuedBatch, RolloutQueue
-from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, Sampling, derived_seed, one_device, sampled
+from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, Sampling, derived_seed, rollout_mesh, sampled
 from jaxllm.text import ChatTemplate, Tokenizer
 from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.loop import TrainResult, train
@@ -162,7 +162,7 @@ class RolloutFeed:
         """Context manager with an iterator over (step, batch on the devices), from step ``first`` on."""
         model = base_model(self.config)
         merge = jax.jit(lambda params: merge_adapters(run.model, params)) if self.config.adapter else lambda x: x
-        mesh = None if one_device(run.mesh) else run.mesh
+        mesh = rollout_mesh(self.config.rollout.mesh, run.mesh)
         with jax.set_mesh(run.mesh):
             weights = merge(params())
         self.engine = engine = RolloutEngine(

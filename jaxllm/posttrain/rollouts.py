@@ -6,6 +6,7 @@ can serve those of several policies at once, each with an adapter of its own, wi
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jaxllm.config import ConfigError
 from jaxllm.files import cache_root
 from jaxllm.infer.engine import sequence as engine_sequence
 from jaxllm.infer.engine.engine import Engine
@@ -23,6 +25,7 @@ from jaxllm.models import Functional
 from jaxllm.peft.adapter import Adapter
 from jaxllm.posttrain.prompts import Prompt
 from jaxllm.text import Tokenizer
+from sharding import MeshSpec
 
 Requests = Sequence[tuple[Sequence[int], SamplingParams]]
 """Prompts, each with its sampling parameters."""
@@ -195,6 +198,24 @@ def derived_seed(*parts: int) -> int:
     return zlib.crc32(np.asarray(parts, np.int64).tobytes()) % SEEDS
 
 
-def one_device(mesh: jax.sharding.Mesh) -> bool:
-    """Whether a mesh has one device, on which an engine needs no mesh."""
-    return mesh.size == 1
+def rollout_mesh(text: str, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:
+    """Mesh that rollouts are sampled on; None for one device, on which an engine needs no mesh.
+
+    Args:
+        text: axes such as ``tensor=2``, over the first devices of ``mesh``; empty: ``mesh`` itself.
+        mesh: of the training step.
+
+    Raises:
+        ConfigError: it has more devices than ``mesh``.
+        ShardingError: it cannot be parsed, or leaves a size open that does not divide.
+    """
+    if not text:
+        return None if mesh.size == 1 else mesh
+    spec = MeshSpec.parse(text)
+    count = math.prod(size for _, size in spec.axes)
+    if not 0 < count <= mesh.size:
+        raise ConfigError(
+            f'rollout.mesh = "{text}" has {count} devices, and the run has {mesh.size}: rollouts are sampled on the '
+            "devices of the run, or on some of them; give every axis a size, and fewer devices."
+        )
+    return None if count == 1 else spec.build(list(mesh.devices.flat[:count]))
