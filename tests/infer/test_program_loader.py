@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -243,3 +245,19 @@ def test_a_step_takes_the_smallest_program_that_is_ready(monkeypatch):
     assert runner.choose(2, 2, decode=True, full=False).name == "decode-2-plain"
     assert [r.sequences[0].tokens for r in engines.serve(engine, asked)] == want
     assert runner.program_cache.counts.late == 0
+
+
+def test_an_engine_that_is_dropped_is_freed():
+    """With its weights and programs, each of which has memory maps of its own, of which a process has few."""
+    sizes = EngineConfig(
+        max_sequences=1, max_batched_tokens=8, max_len=16, page_size=8, pages=4, buckets=(8,), decode_steps=1,
+        samplers=("plain",),
+    )  # fmt: skip
+    engine = engines.build(sizes, "smollm2", "float32")
+    held = weakref.ref(engine.runner)
+    program = weakref.ref(next(iter(engine.runner.programs.values())))
+    del engine
+    gc.collect()
+    assert held() is None
+    gc.collect()  # what its finalizer held until then
+    assert program() is None

@@ -177,7 +177,8 @@ def work(issue: str, name: str, seed: int, index: int, seen: list[str]) -> Unit:
     unit = harness.run_unit(proof, seed, index, seen=seen)
     if proof.kind != "seeds":
         jax.clear_caches()  # every example has shapes of its own: their programs would pile up
-        gc.collect()  # those that engines hold, which are in cycles
+        for _ in range(2):  # those that engines hold, which are in cycles, behind a finalizer
+            gc.collect()
     return unit
 
 

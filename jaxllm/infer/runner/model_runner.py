@@ -159,9 +159,11 @@ class ModelRunner:
         programs, first = self._programs()
         behind = background and not self.spans_processes
 
+        cache = self.program_cache  # the loader, which a finalizer of the runner holds, must not hold the runner
+
         def tell(stage: str, done: int, total: int) -> None:
-            if done == total and self.program_cache.saved_value(complete) is None:
-                self.program_cache.saved_value(complete, total)
+            if done == total and cache.saved_value(complete) is None:
+                cache.saved_value(complete, total)
             if progress is not None:
                 progress(stage, done, total)
 

@@ -103,7 +103,8 @@ def programs_that_arrive_late_change_no_token(example: tuple[str, str, int]) -> 
     of an engine that has them all, no program late, and none compiled once all are loaded. A request that is cancelled
     at some step has as many tokens as drafts were accepted until then, which depends on what shared its steps.
     """
-    gc.collect()  # the engine of the example before, whose programs take thousands of memory maps
+    for _ in range(2):
+        gc.collect()  # the engine of the example before, whose programs take thousands of memory maps
     model, sizes, seed = example
     config, rng = SIZES[sizes], random.Random(seed)
     asked = _traffic(seed, config)
