@@ -28,6 +28,8 @@ from sharding import LogicalAxes
 
 DEQUANTISED_BYTES = 2**29
 """Bytes of experts' matrices that are dequantised at a time."""
+TILE_BYTES = {"cpu": 2**21, "tpu": 2**24, "gpu": 2**24}
+"""Bytes of an output matrix's rows that are dequantised at a time, by platform: what caches hold until the matmul."""
 
 
 @runtime_checkable
@@ -74,6 +76,19 @@ class FusedFormat(Protocol):
         self, x: Float[Array, "... I"], values: Array, scales: Array
     ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]] | None:
         """Operands of ``packed_matmul`` after the activations, and terms to add; None where it has no such codes."""
+        ...
+
+
+@runtime_checkable
+class RowFormat(Protocol):
+    """Format of embeddings and output matrices [V, D], whose axis is the last: codes and scales are of rows."""
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense matrix, see ``WeightFormat``."""
+        ...
+
+    def row_terms(self, x: Float[Array, "T D"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
+        """Activations and weights [V, inputs], the sum of whose products ``x w^T`` is that of the dense matrix."""
         ...
 
 
@@ -131,13 +146,16 @@ class PackedWeight:
         """The packed weight all-gathered over its storage axes: packed bytes travel."""
         values, scales = (
             sharding.gather_weight(x, *names)
-            for x, names in ((self.values, axes), (self.scales, self.format.scale_axes(axes)))
+            for x, names in zip((self.values, self.scales), self.array_axes(axes), strict=True)
         )
         return replace(self, values=values, scales=scales)
 
     def array_axes(self, axes: LogicalAxes) -> list[LogicalAxes]:
-        """Logical axes of values and scales of a weight with these."""
-        return [axes, self.format.scale_axes(axes)]
+        """Logical axes of values and scales of a weight with these; a scale of all inputs goes to every shard."""
+        names = self.format.scale_axes(axes)
+        if getattr(self.format, "group", 0) is None:
+            names = tuple(None if size == 1 else name for name, size in zip(names, self.scales.shape, strict=True))
+        return [axes, names]
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Dequantised weight."""
@@ -157,6 +175,27 @@ class PackedWeight:
                 functools.partial(_fused_matmul, self.format, contract), x, (self.values, self.scales), out, contract
             ).astype(x.dtype)
         return sharding.project(x, self.dense(x.dtype), out, contract=contract)
+
+    def lookup(self, ids: Int[Array, "B S"], dtype: DTypeLike, out: LogicalAxes) -> Float[Array, "B S D"]:
+        """Rows of an embedding, dequantised; the others are not."""
+        rows = (
+            sharding.take(x, ids, out=axes)
+            for x, axes in zip((self.values, self.scales), (out, self.format.scale_axes(out)), strict=True)
+        )
+        return sharding.by_shard(functools.partial(self.format.unpack, dtype=dtype), *rows)
+
+    def logits(self, x: Float[Array, "B S D"], out: LogicalAxes) -> Float[Array, "B S V"]:
+        """Matmul of hidden states and every row of an output matrix, whose shard each device dequantises by itself."""
+        form = self.format
+        if not isinstance(form, RowFormat):
+            return sharding.einsum("bsd,vd->bsv", x, self.dense(x.dtype), out=out)
+
+        def multiply(x: Array, turned: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]) -> Array:
+            y = _row_matmul(form, x.reshape(-1, x.shape[-1]), turned.T, scales)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+
+        # project_by_shard takes the inputs from the first dimension; the transposes cancel.
+        return sharding.project_by_shard(multiply, x, (self.values.T, self.scales), out, 1)
 
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
@@ -232,6 +271,26 @@ def _fused_matmul(
     first = packed_matmul(rows.reshape(-1, rows.shape[-1]), codes, by_group, kind)
     first = first.reshape(*x.shape[: x.ndim - contract], *form.shape(values.shape)[contract:])
     return functools.reduce(operator.add, [first, *(_wide_dot(part, weight) for part, weight in terms)])
+
+
+def _row_matmul(form: RowFormat, x: Float[Array, "T D"], values: Array, scales: Array) -> Float[Array, "T V"]:
+    """Matmul of one device's hidden states and rows, in at least float32.
+
+    Some rows at a time: dequantised rows that are too many for caches would be written to memory, in 8 times the time
+    of a CPU's matmul with packed ones.
+    """
+
+    def some(values: Array, scales: Array) -> Float[Array, "T n"]:
+        return functools.reduce(operator.add, (_wide_dot(part, w.T) for part, w in form.row_terms(x, values, scales)))
+
+    size, inputs = form.shape(values.shape)
+    tile = max(1, TILE_BYTES[target_device().platform] // (at_least_f32(x.dtype).itemsize * inputs))
+    if size <= tile:
+        return some(values, scales)
+    whole = size // tile * tile
+    tiled = (a[:whole].reshape(-1, tile, *a.shape[1:]) for a in (values, scales))
+    first = jnp.moveaxis(jax.lax.map(lambda own: some(*own), tuple(tiled)), 0, 1).reshape(x.shape[0], whole)
+    return first if whole == size else jnp.concatenate([first, some(values[whole:], scales[whole:])], axis=1)
 
 
 def _wide_dot(x: Array, w: Array) -> Array:
