@@ -20,7 +20,7 @@ from jaxllm.hub.stored_codes import StoredCodes, in_one_format, pack_rows
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart, WeightPiece
 from jaxllm.models import PackedWeight
 from jaxllm.models.functional import VOCABULARY
-from jaxllm.models.packed_weight import ActivationFormat
+from jaxllm.models.packed_weight import ActivationFormat, scale_spec
 from jaxllm.quant.formats.block_float8 import BlockFloat8
 from jaxllm.quant.formats.code_groups import WORDS, CodeGroups
 from jaxllm.quant.formats.mxfp4 import MXFP4
@@ -158,7 +158,7 @@ def _placed(
     """
     mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
     spec = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
-    placed = jax.sharding.NamedSharding(mesh, jax.P(*form.scale_axes(spec)))
+    placed = jax.sharding.NamedSharding(mesh, scale_spec(form, spec))
     split = leaf.shape[first] // leaf.sharding.shard_shape(leaf.shape)[first]
     inputs = math.prod(leaf.shape[first : first + form.contract])
     if split > 1 and form.group is None:  # every shard has the one scale of all inputs

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,8 @@ from sharding import LogicalAxes
 
 DEQUANTISED_BYTES = 2**29
 """Bytes of experts' matrices that are dequantised at a time."""
+FEW_ROWS = {"cpu": 1, "tpu": 16, "gpu": 16}
+"""Rows of an expert that are multiplied with packed codes, by platform; with more, XLA:CPU writes the dense matrix."""
 TILE_BYTES = {"cpu": 2**21, "tpu": 2**24, "gpu": 2**24}
 """Bytes of an output matrix's rows that are dequantised at a time, by platform: what caches hold until the matmul."""
 
@@ -200,12 +203,17 @@ class PackedWeight:
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
 
-        At a time: as many experts as fit ``DEQUANTISED_BYTES``; one if there are fewer rows than experts (decode).
+        At a time: as many experts as fit ``DEQUANTISED_BYTES``. In decode one expert, and those with as few rows as
+        ``FEW_ROWS`` are multiplied as ``project`` does: by the kernel on TPUs and GPUs, unpacked within the matmul on
+        CPUs.
         """
         if isinstance(self.format, ActivationFormat):
             rows = self.format.round_activations(rows)
         experts, inner, columns = self.shape
-        most = max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize)) if rows.shape[0] > experts else 1
+        form = self.format
+        few = min(FEW_ROWS[target_device().platform], rows.shape[0]) if isinstance(form, FusedFormat) else 0
+        decodes = rows.shape[0] <= experts * max(few, 1)
+        most = 1 if decodes else max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize))
         chunk = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
         starts = jnp.cumsum(sizes) - sizes
 
@@ -215,11 +223,20 @@ class PackedWeight:
 
             own, start = part(sizes), starts[i * chunk]
 
-            def product(out: Array) -> Array:
+            def dequantised(out: Array) -> Array:
                 matrices = self.format.unpack(part(self.values), part(self.scales), rows.dtype)
                 return out + jnp.roll(grouped_matmul(jnp.roll(rows, -start, axis=0), matrices, own), start, axis=0)
 
-            return jax.lax.cond(jnp.any(own > 0), product, lambda out: out, out)
+            def packed(out: Array) -> Array:
+                assert isinstance(form, FusedFormat)
+                first = jnp.roll(rows, -start, axis=0)[:few]
+                y = _fused_matmul(form, 1, first, part(self.values)[0], part(self.scales)[0], (), ())
+                y = jnp.where(jnp.arange(few)[:, None] < own[0], y, 0).astype(out.dtype)
+                return out + jnp.roll(jnp.pad(y, ((0, rows.shape[0] - few), (0, 0))), start, axis=0)
+
+            ways = [lambda out: out, dequantised, packed] if decodes and few else [lambda out: out, dequantised]
+            way = jnp.where(own[0] <= few, 2, 1) if len(ways) > 2 else 1
+            return jax.lax.switch(jnp.where(jnp.any(own > 0), way, 0), ways, out)
 
         out = vary_over(jnp.zeros((rows.shape[0], columns), rows.dtype), varying_axes(rows, self.values, self.scales))
         return jax.lax.fori_loop(0, experts // chunk, some, out)
@@ -297,6 +314,12 @@ def _wide_dot(x: Array, w: Array) -> Array:
     """Matmul ``x[..., I] @ w[I, *out]`` in at least float32, because terms are summed before they are rounded."""
     y = jnp.matmul(x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1), preferred_element_type=at_least_f32(x.dtype))
     return y.reshape(*x.shape[:-1], *w.shape[1:])
+
+
+def scale_spec(form: WeightFormat, spec: Sequence[Any]) -> jax.P:
+    """Partition spec of the scales of a weight with this spec, one part for each dimension."""
+    names = form.scale_axes(tuple(str(dim) for dim in range(len(spec))))
+    return jax.P(*(None if name is None else spec[int(name)] for name in names))
 
 
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 import sharding
 from jaxllm.config import closest
 from jaxllm.models import Functional
-from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed
+from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed, scale_spec
 from jaxllm.quant.formats.format_table import VOCABULARY_FORMAT, WEIGHT_FORMATS
 
 
@@ -58,7 +58,7 @@ def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:
 @functools.partial(jax.jit, static_argnums=0)
 def _packed(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
     spec = jax.typeof(weight).sharding.spec
-    return sharding.by_shard(form.pack, weight, out=(spec, jax.P(*form.scale_axes(tuple(spec)))))
+    return sharding.by_shard(form.pack, weight, out=(spec, scale_spec(form, tuple(spec))))
 
 
 @functools.partial(jax.jit, static_argnums=0)
