@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 CELLS = (
     "int8:rtn,llm_int8:rtn,w8a8:smoothquant,fp8:rtn,int4_g64:rtn,int4_g64:hqq,int4_g64:awq,int4_g64:gptq,nf4:rtn,"
-    "lut4:learned_scales,mxfp4:gptq,w4a8_g64:gptq,int3_g64:gptq,lut3:gptq,budget_3.5_g64:gptq"
+    "lut4:learned_scales,lut4:gptq_learned_scales,int4_g64:gptq_learned_scales,mxfp4:gptq,w4a8_g64:gptq,int3_g64:gptq,lut3:gptq,budget_3.5_g64:gptq"
 )
 """FORMAT:METHOD; budget_N_gM is a mean of N bits in groups of M."""
 

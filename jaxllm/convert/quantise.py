@@ -36,7 +36,7 @@ from jaxllm.hub.weight_mapping import HFTensor, TensorPart
 from jaxllm.models import BlockConfig, functional
 from jaxllm.quant.bit_allocation import BUDGET_BITS, LayerErrors, bits_of_matrices
 from jaxllm.quant.grids import GridParams
-from jaxllm.quant.input_statistics import BlockRecorder, InputStatistics, calibration_rows, leaf_path
+from jaxllm.quant.input_statistics import BlockRecorder, CalibrationError, InputStatistics, calibration_rows, leaf_path
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
 from jaxllm.quant.methods.rounding_table import METHODS
 
@@ -247,6 +247,11 @@ class _Quantiser:
         out, chosen, errors, remarks = [], [], np.zeros(3), []
         for e, matrix in enumerate(matrices):
             gram = None if seen is None else seen.gram[e] if self._experts(path) else seen.gram
+            if gram is not None and not bool(jnp.isfinite(gram).all()):
+                raise CalibrationError(
+                    f"{path}[{row}]: the calibration text gives it inputs that are not finite; the model diverges on "
+                    "this text, or its weights are damaged."
+                )
             if gram is not None and not bool(jnp.any(gram)):
                 gram, rounding = None, METHODS["rtn"].round
                 remarks.append(f"expert {e} has no rows, rounded to the nearest")

@@ -89,8 +89,8 @@ class QuantiseConfig:
     def _check_layout(self) -> None:
         if self.codebook not in ("", *CODEBOOK_BITS):
             raise HubError(f"codebook {self.codebook!r}: give one of {', '.join(CODEBOOK_BITS)}, or none.")
-        if self.method == "learned_scales" and (self.codebook == "mxfp4" or self.symmetric is False):
-            raise HubError("learned_scales wants free scales and no zero points: lut4, lut3, nf4, fp8 or int4_sym.")
+        if self.method.endswith("learned_scales") and (self.codebook == "mxfp4" or self.symmetric is False):
+            raise HubError(f"{self.method} wants free scales and no zero points: lut4, lut3, nf4, fp8 or int4_sym.")
         if self.codebook and self.method == "hqq":
             raise HubError(f"hqq moves zero points, which {self.codebook} does not have; choose int4_asym or rtn.")
         legal = {METHOD: tuple(range(2, 9)), "gptq": GPTQ_BITS, "awq": (4,)}

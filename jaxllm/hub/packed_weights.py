@@ -1,6 +1,6 @@
 """Packed weights of checkpoints: quantised matrices, placed on a mesh as they are stored instead of dequantised.
 
-Experts in block-FP8 or MXFP4, and any matrix in integer codes.
+Experts in block-FP8 or MXFP4, and any matrix in integer codes, embedding and head among them.
 
 Legend: E experts, O rows of the matrix as stored, I columns, G groups of 32 columns; matrices of the model are [I, O].
 """
@@ -19,12 +19,15 @@ from jaxllm.hub.quantised_checkpoints import E8M0_NAN, MXFP4_GROUP, QuantisedArr
 from jaxllm.hub.stored_codes import StoredCodes, in_one_format, pack_rows
 from jaxllm.hub.weight_mapping import SWAPPED, TensorPart, WeightPiece
 from jaxllm.models import PackedWeight
+from jaxllm.models.functional import VOCABULARY
+from jaxllm.models.packed_weight import ActivationFormat, scale_spec
 from jaxllm.quant.formats.block_float8 import BlockFloat8
-from jaxllm.quant.formats.code_groups import WORDS
+from jaxllm.quant.formats.code_groups import WORDS, CodeGroups
 from jaxllm.quant.formats.mxfp4 import MXFP4
 
 EXPERTS = ("mlp/experts/gate", "mlp/experts/up", "mlp/experts/down")
-
+ROWS = 4096
+"""Rows of a vocabulary whose codes are unpacked at a time."""
 
 PackedOrPlain = Literal["plain", "packed"]
 
@@ -43,8 +46,11 @@ def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]]) -> se
         codes = [one for one in stored if isinstance(one, StoredCodes) and getattr(one, "order", None) is None]
         if len(codes) < len(stored) or (whole := in_one_format(codes)) is None:
             return False
-        bits = whole[0].form(-2, 1).grid.bits
-        return all(_packs(bits, part) for _, part in sources)
+        form = whole[0].form(-2, 1)
+        if path in VOCABULARY and isinstance(form, ActivationFormat):
+            return False  # activations are not rounded for it
+        bits = form.grid.bits
+        return all(_packs(bits, part, path in VOCABULARY) for _, part in sources)
 
     kept = {path for path, parts in sources.items() if stays(path, parts)}
     if not kept:
@@ -59,6 +65,8 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
         HubError: a value is not finite, or values that share a scale would lie in two shards.
     """
     stack = leaf.shape[: len(sources[0][1].at)]
+    if path in VOCABULARY:
+        return _place_rows(leaf, sources[0][0].stored, path)
     if not isinstance(sources[0][0].stored, QuantisedArrays):
         return _place_codes(leaf, stack, sources, path)
     values = scales = np.empty(0)
@@ -91,10 +99,11 @@ def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) ->
     return PackedWeight(placed(values), placed(scales), form)
 
 
-def _packs(bits: int, part: TensorPart) -> bool:
+def _packs(bits: int, part: TensorPart, of_vocabulary: bool) -> bool:
     """Whether a matrix's codes can be cut into whole bytes along the last of its inputs."""
     inputs = part.piece.groups[1] if len(part.piece.groups) == 2 else ()
-    if not inputs or inputs != tuple(range(len(inputs))) or part.axis or part.step != 1:
+    first = int(of_vocabulary)
+    if not inputs or inputs != tuple(range(first, first + len(inputs))) or part.axis or part.step != 1:
         return False
     return part.shape[inputs[-1]] % WORDS[bits][0] == 0
 
@@ -123,12 +132,35 @@ def _place_codes(leaf: Any, stack: tuple[int, ...], sources: list[tuple[Any, Ten
             values = np.empty((*stack, *one.shape), one.dtype)
             scales = np.empty((*stack, *one_scales.shape), one_scales.dtype)
         values[part.at], scales[part.at] = one, one_scales
-    first = len(stack)
+    return _placed(leaf, form, values, scales, len(stack), max(one.unit for one in whole), path)
+
+
+def _place_rows(leaf: Any, stored: StoredCodes, path: str) -> PackedWeight:
+    """Places an embedding or output matrix, whose rows have codes and parameters of their own."""
+    form = stored.form(-1, 1)
+    many = leaf.shape[0]
+    spans = [slice(begin, min(begin + ROWS, many)) for begin in range(0, many, ROWS)]
+    values = np.concatenate([pack_rows(stored.codes(rows), form.grid.bits) for rows in spans])
+    scales = np.concatenate([np.stack(stored.params(rows), axis=1) for rows in spans])
+    if not all(np.isfinite(x.astype(np.float32)).all() for rows in spans for x in stored.affine(rows)):
+        raise HubError(f"{path} has scales that are not finite; the file is damaged.")
+    return _placed(leaf, form, values, scales, 1, stored.unit, path)
+
+
+def _placed(
+    leaf: Any, form: CodeGroups, values: np.ndarray, scales: np.ndarray, first: int, unit: int, path: str
+) -> PackedWeight:
+    """A packed weight sharded as ``leaf``.
+
+    Args:
+        first: first dimension of its inputs.
+        unit: inputs that devices cannot split.
+    """
     mesh, spec = leaf.sharding.mesh, leaf.sharding.spec
     spec = (*spec, *(None,) * (len(leaf.shape) - len(spec)))
-    placed = jax.sharding.NamedSharding(mesh, jax.P(*form.scale_axes(spec)))
+    placed = jax.sharding.NamedSharding(mesh, scale_spec(form, spec))
     split = leaf.shape[first] // leaf.sharding.shard_shape(leaf.shape)[first]
-    inputs, unit = math.prod(leaf.shape[first : first + contract]), max(one.unit for one in whole)
+    inputs = math.prod(leaf.shape[first : first + form.contract])
     if split > 1 and form.group is None:  # every shard has the one scale of all inputs
         scales = np.repeat(scales, split, axis=first + 1)
     elif split > 1 and inputs % (split * unit):

@@ -21,7 +21,7 @@ from jaxllm.models.layers.attention import AttentionConfig
 from jaxllm.models.layers.layer_table import ATTENTION_LAYERS, FEED_FORWARD_LAYERS
 from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
-from jaxllm.models.linear import linear
+from jaxllm.models.linear import linear, lookup
 from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import MoeConfig
 from jaxllm.models.params import normal, use
@@ -228,7 +228,7 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "B S"], positions: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """Embeddings in compute dtype."""
         out, dtype = ("batch", "residual_seq", "act_embed"), jnp.dtype(self.dtype)
-        x = sharding.take(use(self.table, dtype), tokens, out=out)
+        x = lookup(self.table, tokens, dtype, out)
         if self.grad != 1.0:
             # The paper's a x + (1 - a) stop(x) equals x only up to rounding; the value of this form is exactly x.
             still = jax.lax.stop_gradient(x)

@@ -27,13 +27,15 @@ from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segments
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
-from jaxllm.models.linear import Weight, Wrap, linear_paths, map_weights
+from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
-from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of, use
+from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of
 from jaxllm.models.tpu_layout import materialized
 from sharding import Rules
 
 Params = dict[str, Any]
+VOCABULARY = ("embedding/table", "head/weight")
+"""Paths of the token embedding and, unless it is the same (tied), of the output matrix: both [V, D]."""
 
 
 @dataclass(frozen=True)
@@ -330,10 +332,16 @@ class Functional:
         """Operands of the logits matmul: normalised hidden states and the output matrix.
 
         They are separate so that the loss can be computed in chunks and an engine can project only the rows that it
-        samples. The caller applies ``config.logit_softcap`` (``cap_logits``) to the logits.
+        samples. The caller applies ``config.logit_softcap`` (``cap_logits``) to the logits. A packed output matrix is
+        dequantised.
         """
+        normed, weight = self._head_operands(params, hidden)
+        return normed, dense(weight, jnp.dtype(self.config.dtype))
+
+    def _head_operands(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Any]:
+        """Operands of the logits matmul; the output matrix, of whatever kind it is, is gathered."""
         with sharding.use_rules(self.rules), jax.named_scope("head"):
-            where, name = ("embedding", "table") if self.config.tied else ("head", "weight")
+            where, name = self.vocabulary[-1]
             if isinstance(params[where][name], Array):
                 # The gradient of the weight is so reduced before the layers' backward pass, not alive beside it whole.
                 hidden, weight = materialized(hidden, params[where][name])
@@ -341,16 +349,22 @@ class Functional:
             head = nnx.merge(self._modules["head"][0], params["head"])
             with jax.named_scope("final_norm"):
                 normed = head.norm(hidden)
-            dtype = jnp.dtype(self.config.dtype)
-            if self.config.tied:
-                return normed, use(nnx.merge(self._modules["embedding"][0], params["embedding"]).table, dtype)
-            return normed, head.weight.dense(dtype)
+            own = (
+                nnx.merge(self._modules["embedding"][0], params["embedding"]).table if self.config.tied else head.weight
+            )
+            return normed, used(own, jnp.dtype(self.config.dtype))
+
+    @property
+    def vocabulary(self) -> tuple[tuple[str, str], ...]:
+        """Keys of the token embedding and of the output matrix, where it is another; the last is the head's."""
+        paths = VOCABULARY[:1] if self.config.tied else VOCABULARY
+        return tuple((path.split("/")[0], path.split("/")[1]) for path in paths)
 
     def head(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Logits in at least float32."""
-        hidden, weight = self.unembed(params, hidden)
+        hidden, weight = self._head_operands(params, hidden)
         with sharding.use_rules(self.rules), jax.named_scope("head"):
-            logits = sharding.einsum("bsd,vd->bsv", hidden, weight, out=("batch", "seq", "act_vocab"))
+            logits = vocabulary_logits(hidden, weight, out=("batch", "seq", "act_vocab"))
         return cap_logits(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), self.config.logit_softcap)
 
     def forward(

@@ -55,6 +55,32 @@ class Weight(Protocol):
 
 
 @runtime_checkable
+class VocabularyWeight(Protocol):
+    """Value of a token embedding or an output matrix [V, D] that is not a plain array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense matrix."""
+        ...
+
+    def gather(self, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> VocabularyWeight:
+        """The matrix for use: all-gathered over its storage axes (FSDP)."""
+        ...
+
+    def dense(self, dtype: jnp.dtype) -> Float[Array, "V D"]:
+        """The dense matrix that it stands for."""
+        ...
+
+    def lookup(self, ids: Int[Array, "B S"], dtype: jnp.dtype, out: LogicalAxes) -> Float[Array, "B S D"]:
+        """Rows of tokens in compute dtype, with these logical axes."""
+        ...
+
+    def logits(self, x: Float[Array, "B S D"], out: LogicalAxes) -> Float[Array, "B S V"]:
+        """Matmul of hidden states and every row."""
+        ...
+
+
+@runtime_checkable
 class HeadwiseWeight(Protocol):
     """Weight without a dense array, whose heads can be multiplied by themselves."""
 
@@ -88,7 +114,7 @@ class Linear(nnx.Param):
 
     def gathered(self, dtype: jnp.dtype) -> Array | Weight:
         """The weight for use: in compute dtype and all-gathered over its storage axes (FSDP)."""
-        return gather(self.get_value(), dtype, self.get_metadata()["logical_axes"], allows_unreduced_grad(self))
+        return used(self, dtype)
 
     def dense(self, dtype: jnp.dtype) -> Float[Array, "..."]:
         """The dense weight in compute dtype, all-gathered: for layers that multiply with parts of it."""
@@ -120,6 +146,26 @@ def linear(
     """
     std = scale / math.sqrt(fan_in or math.prod(shape[:contract]))
     return declare(Linear, shape, axes, dtype, role, std=std, name=name, contract=contract)
+
+
+def used(param: nnx.Param, dtype: jnp.dtype) -> Any:
+    """Parameter of any kind as the forward pass uses it, see ``gather``."""
+    return gather(param.get_value(), dtype, param.get_metadata()["logical_axes"], allows_unreduced_grad(param))
+
+
+def lookup(table: nnx.Param, ids: Int[Array, "B S"], dtype: jnp.dtype, out: LogicalAxes) -> Float[Array, "B S D"]:
+    """Embeddings of tokens in compute dtype, with these logical axes; the table may be of any kind."""
+    weight = used(table, dtype)
+    return sharding.take(weight, ids, out=out) if isinstance(weight, jax.Array) else weight.lookup(ids, dtype, out)
+
+
+def vocabulary_logits(
+    x: Float[Array, "B S D"], weight: Array | VocabularyWeight, out: LogicalAxes
+) -> Float[Array, "B S V"]:
+    """Matmul of hidden states and every row of a gathered output matrix of any kind."""
+    if isinstance(weight, jax.Array):
+        return sharding.einsum("bsd,vd->bsv", x, weight, out=out)
+    return weight.logits(x, out)
 
 
 def gather(weight: Array | Weight, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> Array | Weight:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,10 @@ from sharding import LogicalAxes
 
 DEQUANTISED_BYTES = 2**29
 """Bytes of experts' matrices that are dequantised at a time."""
+FEW_ROWS = {"cpu": 1, "tpu": 16, "gpu": 16}
+"""Rows of an expert that are multiplied with packed codes, by platform; with more, XLA:CPU writes the dense matrix."""
+TILE_BYTES = {"cpu": 2**21, "tpu": 2**24, "gpu": 2**24}
+"""Bytes of an output matrix's rows that are dequantised at a time, by platform: what caches hold until the matmul."""
 
 
 @runtime_checkable
@@ -74,6 +79,19 @@ class FusedFormat(Protocol):
         self, x: Float[Array, "... I"], values: Array, scales: Array
     ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]] | None:
         """Operands of ``packed_matmul`` after the activations, and terms to add; None where it has no such codes."""
+        ...
+
+
+@runtime_checkable
+class RowFormat(Protocol):
+    """Format of embeddings and output matrices [V, D], whose axis is the last: codes and scales are of rows."""
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense matrix, see ``WeightFormat``."""
+        ...
+
+    def row_terms(self, x: Float[Array, "T D"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
+        """Activations and weights [V, inputs], the sum of whose products ``x w^T`` is that of the dense matrix."""
         ...
 
 
@@ -131,13 +149,16 @@ class PackedWeight:
         """The packed weight all-gathered over its storage axes: packed bytes travel."""
         values, scales = (
             sharding.gather_weight(x, *names)
-            for x, names in ((self.values, axes), (self.scales, self.format.scale_axes(axes)))
+            for x, names in zip((self.values, self.scales), self.array_axes(axes), strict=True)
         )
         return replace(self, values=values, scales=scales)
 
     def array_axes(self, axes: LogicalAxes) -> list[LogicalAxes]:
-        """Logical axes of values and scales of a weight with these."""
-        return [axes, self.format.scale_axes(axes)]
+        """Logical axes of values and scales of a weight with these; a scale of all inputs goes to every shard."""
+        names = self.format.scale_axes(axes)
+        if getattr(self.format, "group", 0) is None:
+            names = tuple(None if size == 1 else name for name, size in zip(names, self.scales.shape, strict=True))
+        return [axes, names]
 
     def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
         """Dequantised weight."""
@@ -158,15 +179,41 @@ class PackedWeight:
             ).astype(x.dtype)
         return sharding.project(x, self.dense(x.dtype), out, contract=contract)
 
+    def lookup(self, ids: Int[Array, "B S"], dtype: DTypeLike, out: LogicalAxes) -> Float[Array, "B S D"]:
+        """Rows of an embedding, dequantised; the others are not."""
+        rows = (
+            sharding.take(x, ids, out=axes)
+            for x, axes in zip((self.values, self.scales), (out, self.format.scale_axes(out)), strict=True)
+        )
+        return sharding.by_shard(functools.partial(self.format.unpack, dtype=dtype), *rows)
+
+    def logits(self, x: Float[Array, "B S D"], out: LogicalAxes) -> Float[Array, "B S V"]:
+        """Matmul of hidden states and every row of an output matrix, whose shard each device dequantises by itself."""
+        form = self.format
+        if not isinstance(form, RowFormat):
+            return sharding.einsum("bsd,vd->bsv", x, self.dense(x.dtype), out=out)
+
+        def multiply(x: Array, turned: Array, scales: Array, over: tuple[str, ...], tokens: tuple[str, ...]) -> Array:
+            y = _row_matmul(form, x.reshape(-1, x.shape[-1]), turned.T, scales)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+
+        # project_by_shard takes the inputs from the first dimension; the transposes cancel.
+        return sharding.project_by_shard(multiply, x, (self.values.T, self.scales), out, 1)
+
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
 
-        At a time: as many experts as fit ``DEQUANTISED_BYTES``; one if there are fewer rows than experts (decode).
+        At a time: as many experts as fit ``DEQUANTISED_BYTES``. In decode one expert, and those with as few rows as
+        ``FEW_ROWS`` are multiplied as ``project`` does: by the kernel on TPUs and GPUs, unpacked within the matmul on
+        CPUs.
         """
         if isinstance(self.format, ActivationFormat):
             rows = self.format.round_activations(rows)
         experts, inner, columns = self.shape
-        most = max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize)) if rows.shape[0] > experts else 1
+        form = self.format
+        few = min(FEW_ROWS[target_device().platform], rows.shape[0]) if isinstance(form, FusedFormat) else 0
+        decodes = rows.shape[0] <= experts * max(few, 1)
+        most = 1 if decodes else max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize))
         chunk = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
         starts = jnp.cumsum(sizes) - sizes
 
@@ -176,11 +223,20 @@ class PackedWeight:
 
             own, start = part(sizes), starts[i * chunk]
 
-            def product(out: Array) -> Array:
+            def dequantised(out: Array) -> Array:
                 matrices = self.format.unpack(part(self.values), part(self.scales), rows.dtype)
                 return out + jnp.roll(grouped_matmul(jnp.roll(rows, -start, axis=0), matrices, own), start, axis=0)
 
-            return jax.lax.cond(jnp.any(own > 0), product, lambda out: out, out)
+            def packed(out: Array) -> Array:
+                assert isinstance(form, FusedFormat)
+                first = jnp.roll(rows, -start, axis=0)[:few]
+                y = _fused_matmul(form, 1, first, part(self.values)[0], part(self.scales)[0], (), ())
+                y = jnp.where(jnp.arange(few)[:, None] < own[0], y, 0).astype(out.dtype)
+                return out + jnp.roll(jnp.pad(y, ((0, rows.shape[0] - few), (0, 0))), start, axis=0)
+
+            ways = [lambda out: out, dequantised, packed] if decodes and few else [lambda out: out, dequantised]
+            way = jnp.where(own[0] <= few, 2, 1) if len(ways) > 2 else 1
+            return jax.lax.switch(jnp.where(jnp.any(own > 0), way, 0), ways, out)
 
         out = vary_over(jnp.zeros((rows.shape[0], columns), rows.dtype), varying_axes(rows, self.values, self.scales))
         return jax.lax.fori_loop(0, experts // chunk, some, out)
@@ -234,10 +290,36 @@ def _fused_matmul(
     return functools.reduce(operator.add, [first, *(_wide_dot(part, weight) for part, weight in terms)])
 
 
+def _row_matmul(form: RowFormat, x: Float[Array, "T D"], values: Array, scales: Array) -> Float[Array, "T V"]:
+    """Matmul of one device's hidden states and rows, in at least float32.
+
+    Some rows at a time: dequantised rows that are too many for caches would be written to memory, in 8 times the time
+    of a CPU's matmul with packed ones.
+    """
+
+    def some(values: Array, scales: Array) -> Float[Array, "T n"]:
+        return functools.reduce(operator.add, (_wide_dot(part, w.T) for part, w in form.row_terms(x, values, scales)))
+
+    size, inputs = form.shape(values.shape)
+    tile = max(1, TILE_BYTES[target_device().platform] // (at_least_f32(x.dtype).itemsize * inputs))
+    if size <= tile:
+        return some(values, scales)
+    whole = size // tile * tile
+    tiled = (a[:whole].reshape(-1, tile, *a.shape[1:]) for a in (values, scales))
+    first = jnp.moveaxis(jax.lax.map(lambda own: some(*own), tuple(tiled)), 0, 1).reshape(x.shape[0], whole)
+    return first if whole == size else jnp.concatenate([first, some(values[whole:], scales[whole:])], axis=1)
+
+
 def _wide_dot(x: Array, w: Array) -> Array:
     """Matmul ``x[..., I] @ w[I, *out]`` in at least float32, because terms are summed before they are rounded."""
     y = jnp.matmul(x.reshape(-1, x.shape[-1]), w.reshape(w.shape[0], -1), preferred_element_type=at_least_f32(x.dtype))
     return y.reshape(*x.shape[:-1], *w.shape[1:])
+
+
+def scale_spec(form: WeightFormat, spec: Sequence[Any]) -> jax.P:
+    """Partition spec of the scales of a weight with this spec, one part for each dimension."""
+    names = form.scale_axes(tuple(str(dim) for dim in range(len(spec))))
+    return jax.P(*(None if name is None else spec[int(name)] for name in names))
 
 
 def axes_of_arrays(weight: Any, axes: LogicalAxes) -> list[LogicalAxes]:

@@ -165,11 +165,13 @@ def merged_weight(weight: Any, lead: int) -> Any:
 
 
 def _with_modules(model: Functional, params: Params, adapter: Adapter) -> Params:
-    axes = _leaves(model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple))
-    replace = {
-        path: lambda path, old: placed(model, adapter.modules[path], axes[path], old.dtype) for path in adapter.modules
-    }
-    return _replaced(params, replace)
+    axes, declared = _leaves(model.logical_axes(), is_leaf=lambda x: isinstance(x, tuple)), _leaves(model.abstract())
+
+    def module(path: str, old: Any) -> Any:
+        kind = old if isinstance(old, jax.Array) else declared[path]  # whole parameters take the place of packed ones
+        return placed(model, adapter.modules[path], axes[path], kind.dtype)
+
+    return _replaced(params, dict.fromkeys(adapter.modules, module))
 
 
 def placed(model: Functional, value: Any, axes: sharding.LogicalAxes, dtype: Any) -> jax.Array:

@@ -11,12 +11,14 @@ from jaxtyping import Array
 import sharding
 from jaxllm.config import closest
 from jaxllm.models import Functional
-from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed
-from jaxllm.quant.formats.format_table import WEIGHT_FORMATS
+from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed, scale_spec
+from jaxllm.quant.formats.format_table import VOCABULARY_FORMAT, WEIGHT_FORMATS
 
 
 def pack_params(model: Functional, params: Any, name: str) -> Any:
-    """Parameters with every matrix of a block packed in a format; embeddings, routers, norms and biases stay.
+    """Parameters with every matrix of a block packed in a format, and embedding and head in ``VOCABULARY_FORMAT``.
+
+    Routers, norms, biases and learned positions stay.
 
     Run it under the mesh of the parameters: packed weights are sharded as the dense ones were.
 
@@ -39,7 +41,12 @@ def pack_params(model: Functional, params: Any, name: str) -> Any:
             reason = str(error).partition("\n")[0]  # jax appends a note on its traceback
             raise ValueError(f"{path}: {reason}") from error
 
-    return model.map_matrices(params, pack)
+    packed = model.map_matrices(params, pack)
+    for where, matrix in model.vocabulary:
+        values, scales = _packed_rows(VOCABULARY_FORMAT, packed[where][matrix])
+        weight = PackedWeight(values, scales, VOCABULARY_FORMAT)
+        packed = packed | {where: packed[where] | {matrix: weight}}
+    return packed
 
 
 def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:
@@ -51,7 +58,18 @@ def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:
 @functools.partial(jax.jit, static_argnums=0)
 def _packed(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
     spec = jax.typeof(weight).sharding.spec
-    return sharding.by_shard(form.pack, weight, out=(spec, jax.P(*form.scale_axes(tuple(spec)))))
+    return sharding.by_shard(form.pack, weight, out=(spec, scale_spec(form, tuple(spec))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed_rows(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
+    """Values and scales of an embedding or output matrix, with one scale for a row, whatever splits it."""
+    spec = tuple(jax.typeof(weight).sharding.spec)
+    if sharding.current_mesh() is None:
+        return form.pack(weight)
+    whole = jax.P(spec[0], None)
+    values, scales = sharding.by_shard(form.pack, jax.sharding.reshard(weight, whole), out=(whole, jax.P(spec[0])))
+    return jax.sharding.reshard(values, jax.P(*spec)), scales
 
 
 def packed_shapes(model: Functional, name: str) -> Any:

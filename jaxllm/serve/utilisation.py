@@ -81,7 +81,7 @@ def weight_bytes(config: DecoderConfig, params: Any) -> float | None:
         return None
     total = 0
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        looked_up = path[0].key == "embedding" and not (config.tied and path[-1].key == "table")
+        looked_up = path[0].key == "embedding" and not (config.tied and path[1].key == "table")
         if not looked_up:
             each = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             total += each * len(leaf.sharding.device_set)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,14 @@ def rotary_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(out, np.float32)
 
 
-def write(directory: Path, file: Path, kind: Ggml = Ggml.F32, change: Any = lambda writer: None) -> Path:
-    """A saved model as a GGUF file; matrices in the format ``kind``."""
+def write(
+    directory: Path,
+    file: Path,
+    kind: Ggml = Ggml.F32,
+    change: Any = lambda writer: None,
+    kinds: Mapping[str, Ggml] | None = None,
+) -> Path:
+    """A saved model as a GGUF file; matrices in the format ``kind``, or in their own of ``kinds``."""
     config = json.loads((directory / "config.json").read_text())
     arch = ARCHS[config["model_type"]]
     writer = gguf.GGUFWriter(file, arch)
@@ -152,7 +158,7 @@ def write(directory: Path, file: Path, kind: Ggml = Ggml.F32, change: Any = lamb
     writer.add_bos_token_id(1)
     change(writer)
     for name, values in converted(directory):
-        stored = kind if values.ndim > 1 else Ggml.F32
+        stored = (kinds or {}).get(name, kind) if values.ndim > 1 else Ggml.F32
         writer.add_tensor(name, gguf.quants.quantize(values.astype(np.float32), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.models import AttentionConfig, BlockConfig, MlpConfig
+from jaxllm.models.functional import VOCABULARY
 from jaxllm.plan.formulas.device_work import leaves_of
 from jaxllm.plan.formulas.op_roofline import roofline
 from jaxllm.plan.formulas.serving_step import BatchWork, ServingStepModel, weight_bytes
@@ -68,14 +69,15 @@ def test_cache_bytes_are_the_engines():
 
 
 def test_packed_weights_are_read_in_their_format():
-    """int4 with one scale for 32 values; the head stays as it is."""
+    """int4 with one scale for 32 values; embedding and head are int8 with a scale for each row."""
     assert weight_bytes("int4") == pytest.approx(0.5 + 2 / 32, abs=1 / 16)
     plain, packed = model(), model(weights="int4")
     blocks = 2 * sum(
         math.prod(leaf.shape) for leaf in leaves_of(plain.config) if leaf.matrix and "segments" in leaf.name
     )
+    rows = sum(leaf.shape[0] for leaf in leaves_of(plain.config) if leaf.name in VOCABULARY)
     assert plain.device_weight_bytes - packed.device_weight_bytes == pytest.approx(
-        blocks * (1 - weight_bytes("int4") / 2)
+        blocks * (1 - weight_bytes("int4") / 2) + rows * (plain.config.embed_dim - 4)
     )
     work = [BatchWork.of([99], [1])]
     assert packed.step(work, 1, 1).seconds < 0.6 * plain.step(work, 1, 1).seconds

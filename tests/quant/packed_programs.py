@@ -77,6 +77,29 @@ def compile_on(topology: Topology, mesh: str, name: str) -> dict[str, float]:
     }
 
 
+def compile_head_on(topology: Topology, rows: int, bits: int) -> dict[str, float]:
+    """In a child process: compiles the logits of eight hidden states with a packed output matrix of so many rows.
+
+    Returns bytes of temporaries, and of the dense matrix.
+    """
+    from jaxllm.compiler import aot
+    from jaxllm.models.packed_weight import PackedWeight
+    from jaxllm.quant.formats.code_groups import CodeGroups
+    from jaxllm.quant.grids import IntGrid
+
+    form = CodeGroups(IntGrid(bits), 32 if bits < 8 else None, -1)
+    mesh = MeshSpec.parse("data=1").build(topology.devices()[:1])
+    packed = jax.eval_shape(form.pack, jax.ShapeDtypeStruct((rows, EMBED), jnp.float32))
+    x = jax.ShapeDtypeStruct((TOKENS, 1, EMBED), jnp.bfloat16)
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, jax.P())) for a in (x, *packed)]
+
+    def head(x: Any, values: Any, scales: Any) -> Any:
+        return PackedWeight(values, scales, form).logits(x, ("batch", "seq", "act_vocab"))
+
+    report = aot.compile(jax.jit(head), *given, topology=topology, mesh=mesh)
+    return {"temp_bytes": float(report.temp_bytes), "dense_bytes": 2.0 * rows * EMBED}
+
+
 def compile_cell(topology: str, mesh: str, name: str) -> dict[str, float]:
     """Compiles a cell in a child process; raises what the compiler says."""
     return run_isolated("tests.quant.packed_programs:compile_on", topology, {"mesh": mesh, "name": name})

@@ -11,8 +11,10 @@ from jaxllm.hub.lookup_codes import lookup_codes, lookup_entry, lookup_tensors
 from jaxllm.quant.codebooks import CODEBOOKS, CodebookGrid
 from jaxllm.quant.grids import IntGrid
 from jaxllm.quant.lookup_tables import LearnedScaleGrid
-from jaxllm.quant.methods.learned_scales import DAMPING, learned_scales
+from jaxllm.quant.methods.gptq import gptq
+from jaxllm.quant.methods.learned_scales import DAMPING, learned_scales, refitted_scales
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
+from jaxllm.quant.methods.rounding_table import METHODS
 from tests.quant.test_gptq import drawn
 
 
@@ -57,6 +59,30 @@ def test_scales_solve_the_least_squares_of_their_codes(rng, float64):
     assert solved
     with pytest.raises(ValueError, match="no zero points; int4 with zero points is another grid"):
         learned_scales(jnp.asarray(weight), jnp.asarray(gram), IntGrid(4, False), 16)
+
+
+@pytest.mark.parametrize(("grid", "size"), [(CodebookGrid("nf4"), 16), (IntGrid(3), 12)])
+def test_gptq_for_learned_scales_is_below_both(grid, size, rng, float64):
+    """Errors of the results of eight matrices: below those of either method; scales of codes lower the error only.
+
+    Over 30 draws of one matrix, the ratio was 0.87 and 0.82 with a deviation of 0.08 and 0.10.
+    """
+    found: dict[str, float] = {}
+    for _ in range(8):
+        weight, x = drawn(rng, 40)
+        gram, given = jnp.asarray(x.T @ x), jnp.asarray(weight)
+        damped = x.T @ x + np.eye(40) * DAMPING * np.diag(x.T @ x).mean()
+        for name in ("learned_scales", "gptq_act_order", "gptq_learned_scales"):
+            codes, params, _ = METHODS[name].round(given, gram, grid, size)
+            found[name] = found.get(name, 0) + errors(weight, damped, grid, codes, params, size).sum()
+    assert found["gptq_learned_scales"] < 1.02 * min(found["learned_scales"], found["gptq_act_order"])
+    static = learned_scales(given, gram, grid, size)[1]
+    codes, kept = gptq(given, gram, grid, size, act_order=True, static=static)
+    np.testing.assert_array_equal(kept.scale, static.scale)
+    again = refitted_scales(given, gram, grid, size, codes, static)
+    before, after = (errors(weight, damped, grid, codes, own, size) for own in (static, again))
+    assert (after <= before * (1 + 1e-12)).all()
+    assert after.sum() < before.sum()
 
 
 @pytest.mark.parametrize("table", ["nf4", "nf3"])

@@ -20,6 +20,7 @@ from jaxllm.cli.commands.quantise import quantise as command
 from jaxllm.convert import quantise as quantising
 from jaxllm.convert.quantise import QuantiseConfig, quantise
 from jaxllm.hub import HubError, load_hf, open_source
+from jaxllm.hub.compressed_tensors import IntScheme, config_entry
 from jaxllm.hub.huggingface import leaves_by_path, load_tensors, read_model
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
@@ -321,6 +322,8 @@ def test_bad_input_is_refused_by_name(source, tmp_path):
     model = open_source(source)
     with pytest.raises(CalibrationError, match="has 10 tokens, and a row has 24; give more text or a smaller --length"):
         quantise(model, tmp_path / "out", QuantiseConfig("gptq", 4, 16, rows=2, length=LENGTH), IDS[:10])
+    with pytest.raises(CalibrationError, match="the calibration text has 0 tokens, and a row has 24"):
+        quantise(model, tmp_path / "out", QuantiseConfig("gptq", 4, 16, rows=2, length=LENGTH))
     with pytest.raises(HubError, match="exists; give a new directory"):
         quantise(model, source, QuantiseConfig("rtn"))
     with pytest.raises(HubError, match=r"method 'gtpq': give one of .*gptq.*Did you mean"):
@@ -354,3 +357,79 @@ def test_bad_input_is_refused_by_name(source, tmp_path):
     (tmp_path / "cut/config.json").write_text(json.dumps(given))
     with pytest.raises(HubError, match=r"4 bits in groups of 8 of \[\d+, \d+\] are int32"):
         load_hf(tmp_path / "cut")
+
+
+def changed_copy(source: Path, folder: Path, **changed: torch.Tensor) -> Path:
+    """The model with other tensors, by the ends of their names."""
+    folder.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    for name in tensors:
+        for end, value in changed.items():
+            if name.endswith(f"{end}.weight"):
+                tensors[name] = value.expand(tensors[name].shape).clone()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    return folder
+
+
+def test_inputs_that_are_always_zero_are_said(source, tmp_path):
+    """Channels of the feed-forward that nothing writes to: the Gram matrix is singular, and the report has it."""
+    up = load_file(source / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].clone()
+    up[[3, 7, 8]] = 0
+    model = open_source(changed_copy(source, tmp_path / "dead", up_proj=up))
+    config = QuantiseConfig("gptq", 4, 16, None, ROWS, LENGTH)
+    report = quantise(model, tmp_path / "out", config, IDS)
+    said = {one.name: one.remark for one in report.matrices if one.remark}
+    assert said == {f"segments/0/0/mlp/down[{row}]": "3 inputs are always 0, their weights too" for row in (0, 1)}
+    down = load_tensors(*read_model(tmp_path / "out")).params["segments"]["0"]["0"]["mlp"]["down"]
+    assert not np.asarray(down)[:, [3, 7, 8]].any()
+    assert np.isfinite(np.asarray(down)).all()
+
+
+def test_activations_that_are_not_finite_are_named(source, tmp_path):
+    """Weights whose activations overflow on the text."""
+    model = open_source(changed_copy(source, tmp_path / "large", up_proj=torch.tensor(1e38)))
+    with pytest.raises(
+        CalibrationError, match=r"mlp/down\[0\]: the calibration text gives it inputs that are not finite"
+    ):
+        quantise(model, tmp_path / "out", QuantiseConfig("gptq", 4, 16, None, ROWS, LENGTH), IDS)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq"])
+def test_a_truncated_file_is_refused(layout, source, tmp_path):
+    quantise(open_source(source), tmp_path / "out", QuantiseConfig("rtn", 4, 16, symmetric=False, layout=layout))
+    file = tmp_path / "out/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for weights in ("plain", "packed"):
+        with pytest.raises(HubError, match=r"model\.safetensors"):
+            load_tensors(*read_model(tmp_path / "out"), weights=weights)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (8, 0), (3, 16)])
+def test_a_model_packed_by_compressed_tensors_loads_bit_for_bit(bits, group, source, tmp_path):
+    """Every matrix rounded and packed by that library: the values are those that it unpacks, plain and packed."""
+    entry = config_entry([IntScheme(bits, group or None, True)], ["lm_head"])
+    scheme = QuantizationScheme.model_validate(entry["config_groups"]["group_0"])
+    tensors, want = {}, {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        rows = tensor.reshape(len(tensor), -1, group or tensor.shape[1])
+        scale = rows.abs().amax(-1) / (2 ** (bits - 1) - 0.5)
+        packed = PackedQuantizationCompressor.compress({"weight": tensor, "weight_scale": scale}, scheme)
+        tensors |= {f"{name.removesuffix('weight')}{part}": value for part, value in packed.items()}
+        want[name] = PackedQuantizationCompressor.decompress(packed, scheme)["weight"].numpy()
+    (tmp_path / "theirs").mkdir()
+    save_file(tensors, tmp_path / "theirs/model.safetensors")
+    given = json.loads((source / "config.json").read_text()) | {"quantization_config": entry}
+    (tmp_path / "theirs/config.json").write_text(json.dumps(given))
+    plain = load_tensors(*read_model(tmp_path / "theirs"))
+    packed = load_tensors(*read_model(tmp_path / "theirs"), weights="packed")
+    for row in range(2):
+        for name, ours in (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down")):
+            own, few = (m.params["segments"]["0"]["0"]["mlp"][ours] for m in (plain, packed))
+            theirs_ = want[f"model.layers.{row}.mlp.{name}.weight"].T
+            np.testing.assert_array_equal(own[row], theirs_)
+            np.testing.assert_array_equal(few.dense(jnp.float32)[row], theirs_)
+    np.testing.assert_allclose(logits(packed), logits(plain), rtol=0, atol=1e-5)

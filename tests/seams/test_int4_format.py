@@ -19,6 +19,7 @@ from jaxllm.infer.runner.serving_mesh import placements, serving_model
 from jaxllm.models import PackedWeight, functional
 from jaxllm.models.packed_weight import is_packed
 from jaxllm.quant import WEIGHT_FORMATS, pack_params, packed_shapes
+from jaxllm.quant.formats.format_table import VOCABULARY_FORMAT
 from jaxllm.train import train, value_and_grad
 from sharding import MeshSpec, ShardingError
 from tests import quick, tiny
@@ -46,11 +47,14 @@ def test_matrices_are_rounded_by_half_a_step_at_most(float64):
     params = quick.params(CONFIG, scale=0.5)
     kept = pack_params(MODEL, jax.tree.map(jnp.asarray, params), "nibbles")
     names = jax.tree_util.tree_leaves_with_path(kept, is_leaf=is_packed)
-    assert sum(is_packed(leaf) for _, leaf in names) == 7
+    assert sum(is_packed(leaf) for _, leaf in names) == 9  # with embedding and head, which are int8
     assert jax.tree.structure(kept) == jax.tree.structure(packed_shapes(MODEL, "nibbles"))
     for whole, few in zip(jax.tree.leaves(params), jax.tree.leaves(kept, is_leaf=is_packed), strict=True):
         if not is_packed(few):
             np.testing.assert_array_equal(few, whole)
+            continue
+        if not isinstance(few.format, Int4):
+            assert few.format == VOCABULARY_FORMAT
             continue
         error = np.abs(np.asarray(few.dense(np.float64)) - whole)
         assert few.shape == whole.shape
@@ -103,7 +107,10 @@ def test_a_device_has_its_part_of_values_and_scales():
         jax.tree.leaves(placements(serving_model(MODEL), params, mesh), is_leaf=is_packed),
         strict=True,
     ):
-        if isinstance(leaf, PackedWeight):
+        if isinstance(leaf, PackedWeight) and leaf.format == VOCABULARY_FORMAT:
+            assert np.prod(place.values.shard_shape(leaf.values.shape)) == leaf.values.size // 4
+            assert place.scales.shard_shape(leaf.scales.shape) == (len(leaf.scales) // 2, 1, 1)  # one for all inputs
+        elif isinstance(leaf, PackedWeight):
             for x, there in ((leaf.values, place.values), (leaf.scales, place.scales)):
                 assert np.prod(there.shard_shape(x.shape)) == x.size // 4
     with pytest.raises(ShardingError, match="parameter"):  # 32 / 16 = 2 scales along embed cannot be split 8 ways

@@ -13,12 +13,6 @@ from jaxllm.cli.commands.convert import ends_on_sigterm
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import progress_bar
 
-FORMAT = re.compile(
-    r"(?:int([2-8])(?:_g([1-9]\d*))?(_asym|_sym)?|(lut3|lut4|nf4)(?:_g([1-9]\d*))?|(fp8|mxfp4)|(w8a8|w4a8|llm_int8)(?:_g([1-9]\d*))?)"
-)
-LOOKUP_GROUP = 64
-"""Inputs that share a scale in formats with a lookup table, where none is given."""
-
 
 def quantise(argv: list[str]) -> int:
     """Round a model's matrices to few bits: `jaxllm quantise SOURCE OUT --format int4_g128`."""
@@ -51,8 +45,8 @@ def quantise(argv: list[str]) -> int:
                 levels of NormalFloat in 4 or 3 bits with learned scales, of 64 inputs or as _g says; nf4: with scales
                 from the largest magnitude. w8a8, w4a8_g128: integers of 8 or 4 bits whose matmuls round activations to
                 int8; llm_int8: w8a8 whose outlier inputs stay in the compute dtype.
-            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, learned_scales, awq, smoothquant or
-                smoothquant_bias. The first two need no text.
+            method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, gptq_learned_scales, learned_scales, awq,
+                smoothquant or smoothquant_bias. The first two need no text.
             calibrate: text files whose tokens go through the model.
             rows: rows of that text at most.
             length: tokens of a row.
@@ -62,35 +56,27 @@ def quantise(argv: list[str]) -> int:
             evaluate: text files; the loss on their first rows is printed, before and after. They should not be those
                 of --calibrate.
         """
-        found = FORMAT.fullmatch(format)
-        if found is None:
-            raise UsageError(
-                f"--format {format}: give int and 2 to 8 bits, a group size if there is one, and _asym or _sym if it "
-                "matters: int4_g128, int8, int3_g64_asym; or lut4_g64, lut3, nf4, fp8, mxfp4, w8a8, "
-                "w4a8_g128, llm_int8."
-            )
-        bits, group, kind, lookup, lookup_group, values, integer, integer_group = found.groups()
         from jaxllm.convert.quantise import QuantiseConfig
         from jaxllm.convert.quantise import quantise as quantise_model
         from jaxllm.hub.model_source import find_model, open_source
+        from jaxllm.quant.formats.format_names import parse_format
         from jaxllm.quant.input_statistics import CalibrationError
         from jaxllm.quant.methods.rounding_table import METHODS
 
-        size = int(lookup_group or LOOKUP_GROUP) if lookup else int(group or integer_group or 0)
-        if integer:
-            bits = "4" if integer == "w4a8" else "8"
-        activations = {"llm_int8": "outliers", None: ""}.get(integer, "int8")
-        symmetric = None if kind is None else kind == "_sym"
+        try:
+            form = parse_format(format)
+        except ValueError as error:
+            raise UsageError(f"--format: {error}") from error
         config = QuantiseConfig(
             method,
-            int(bits or 8),
-            size,
-            symmetric,
+            form.bits,
+            form.group,
+            form.symmetric,
             rows,
             length,
-            lookup or values or "",
+            form.codebook,
             layout,
-            activations,
+            form.activations,
             bits_budget,
         )
         if METHODS[method].calibrates and not calibrate:
@@ -111,7 +97,7 @@ def quantise(argv: list[str]) -> int:
             ids = [int(token) for file in evaluate for token in model.tokenizer.encode(file.read_text())]
             before, after = (
                 mean_loss(name, ids, rows, length, weights)
-                for name, weights in ((path, "plain"), (out, "packed" if activations else "plain"))
+                for name, weights in ((path, "plain"), (out, "packed" if form.activations else "plain"))
             )
             print(f"loss on {', '.join(map(str, evaluate))}: {before:.4f} -> {after:.4f} ({after / before - 1:+.2%})")
         print(f"{out}: {made.bytes_before / 2**20:,.1f} -> {made.bytes_after / 2**20:,.1f} MiB")

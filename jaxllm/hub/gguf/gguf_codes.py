@@ -53,6 +53,11 @@ CODE_KINDS = {
 }
 
 
+def unchanged(rows: np.ndarray) -> np.ndarray:
+    """Rows as the file has them."""
+    return rows
+
+
 @dataclass(frozen=True, eq=False)
 class GgufCodes:
     """Codes of a tensor, a ``StoredCodes``.
@@ -63,7 +68,7 @@ class GgufCodes:
     """
 
     tensor: Any
-    change: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+    change: Callable[[np.ndarray], np.ndarray] = unchanged
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,18 +96,18 @@ class GgufCodes:
 
     def codes(self, rows: slice) -> UInt8[np.ndarray, "o I"]:
         """Codes of some rows."""
-        blocks = self._blocks()
+        blocks, rows = self._blocks(rows)
         plain = blocks.copy()
         for field, value in self.kind.ones.items():
             plain[field] = value
         values = np.empty((plain.size, self.tensor.values), np.float32)
         self.tensor.decode_blocks(plain.reshape(-1), values)
-        codes = (values + (self.kind.zero or 0)).astype(np.uint8).reshape(self.shape)
+        codes = (values + (self.kind.zero or 0)).astype(np.uint8).reshape(len(blocks), -1)
         return self.change(codes)[rows]
 
     def params(self, rows: slice) -> list[np.ndarray]:
         """Stored parameters of some rows: float16 scales and minima, or the bytes of blocks."""
-        blocks, kind = self._blocks(), self.kind
+        (blocks, rows), kind = self._blocks(rows), self.kind
         numbers = [blocks["d"], *([blocks["m"]] if kind.zero is None else [])]
         if kind.signed is None:
             return [self.change(x)[rows] for x in numbers]
@@ -112,7 +117,7 @@ class GgufCodes:
 
     def affine(self, rows: slice) -> tuple[Float[np.ndarray, "o G"], Float[np.ndarray, "o G"]]:
         """Scales, and the values of code 0."""
-        blocks, kind = self._blocks(), self.kind
+        (blocks, rows), kind = self._blocks(rows), self.kind
         scale = blocks["d"].astype(np.float32)
         minimum = blocks["m"].astype(np.float32) if kind.zero is None else -kind.zero * scale
         if kind.signed is not None:
@@ -121,9 +126,12 @@ class GgufCodes:
             minimum = -minimum[..., None] * integers[1] if kind.zero is None else -kind.zero * scale
         return tuple(self.change(x.reshape(len(blocks), -1))[rows] for x in (scale, minimum))  # pyright: ignore[reportReturnType]
 
-    def _blocks(self) -> np.ndarray:
-        """Blocks of the tensor, [O, I / values]."""
-        return self.tensor.blocks().reshape(self.shape[0], -1)
+    def _blocks(self, rows: slice) -> tuple[np.ndarray, slice]:
+        """Blocks of some rows, [o, I / values], and the rows that are still to be taken of them: all blocks are needed
+        where rows are reordered.
+        """
+        blocks = self.tensor.blocks().reshape(self.shape[0], -1)
+        return (blocks[rows], slice(None)) if self.change is unchanged else (blocks, rows)
 
     def _integers(self, blocks: np.ndarray) -> list[np.ndarray]:
         """Integer scales of the groups of each block, and minima where there are some; one byte each."""

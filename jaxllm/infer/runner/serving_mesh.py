@@ -114,7 +114,8 @@ def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
 
         if not is_packed(value):
             return one(value, axes)
-        return replace(value, values=one(value.values, axes), scales=one(value.scales, value.format.scale_axes(axes)))
+        values, scales = value.array_axes(axes)
+        return replace(value, values=one(value.values, values), scales=one(value.scales, scales))
 
     tree = model.logical_axes()
     for name, segment in params["segments"].items():

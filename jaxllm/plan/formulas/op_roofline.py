@@ -26,7 +26,7 @@ from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.plan.formulas.device_work import ParameterLeaf, check_remat, leaves_of
-from jaxllm.plan.formulas.serving_step import PLAIN, weight_bytes
+from jaxllm.plan.formulas.serving_step import PLAIN, vocabulary_bytes, weight_bytes
 from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
 from jaxllm.plan.hardware import Hardware
 from jaxllm.svg import Line, chart, page, stacked_bar
@@ -166,6 +166,7 @@ class _OpCounter:
         self.tokens = batch if phase == "decode" else batch * seq_len
         self.width = jnp.dtype(config.dtype).itemsize
         self.weight_width = self.width if weights == PLAIN else weight_bytes(weights)
+        self.vocabulary_width = vocabulary_bytes(weights, self.width, config.embed_dim)
         self.groups = layer_groups(config, kv_dtype)
         self.train = phase == "training"
         if self.train:
@@ -182,7 +183,7 @@ class _OpCounter:
 
         d, leaves = self.config.embed_dim, leaves_of(self.config)
         rows = 2 * self.tokens * d * self.width  # read and written
-        table = self.config.vocab_size * d * self.width
+        table = self.config.vocab_size * d * self.vocabulary_width
         add("embedding", 1, 0.0, rows * (3 if self.train else 1), table)
         for leaf in leaves:
             if leaf.matrix and leaf.name.startswith("segments"):
@@ -258,7 +259,7 @@ class _OpCounter:
         tokens = self.tokens if self.train else self.batch
         d, v = self.config.embed_dim, self.config.vocab_size
         passes = 3 if self.train else 1
-        return 2.0 * tokens * d * v * passes, (v * d + tokens * (d + v)) * self.width * passes
+        return 2.0 * tokens * d * v * passes, (v * d * self.vocabulary_width + tokens * (d + v) * self.width) * passes
 
     def _block(self, leaf: ParameterLeaf) -> BlockConfig:
         _, segment, place, *_ = leaf.name.split("/")

@@ -28,12 +28,13 @@ from jaxllm.config import closest
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.runner.serving_mesh import SERVED, serving_model
 from jaxllm.models import BlockConfig, DecoderConfig, functional
+from jaxllm.models.functional import VOCABULARY
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.collective_time import Network
 from jaxllm.plan.formulas.device_work import leaves_of, shard_shape
 from jaxllm.plan.formulas.step_time import INNER_PASSES, STREAM_PASSES
 from jaxllm.plan.hardware import Cluster
-from jaxllm.quant.formats.format_table import WEIGHT_FORMATS
+from jaxllm.quant.formats.format_table import VOCABULARY_FORMAT, WEIGHT_FORMATS
 from pallas_kernels.paged_attention import PageFormat
 from pallas_kernels.paged_attention.kv_formats import quantised_formats
 from sharding import MeshSpec, ShardingError
@@ -69,6 +70,17 @@ def _packed_bytes(name: str) -> float:
     side = 1024
     packed = jax.eval_shape(WEIGHT_FORMATS[name](-2).pack, jax.ShapeDtypeStruct((side, side), jnp.float32))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in packed) / side**2
+
+
+def vocabulary_bytes(name: str, width: int, embed_dim: int) -> float:
+    """Bytes of one value of the embedding and the head, in a model whose matrices have a weight format.
+
+    Args:
+        width: bytes of the compute dtype.
+    """
+    if name not in WEIGHT_FORMATS:
+        return float(width)
+    return VOCABULARY_FORMAT.nbytes((1, embed_dim)) / embed_dim
 
 
 @dataclass(frozen=True)
@@ -229,6 +241,7 @@ class ServingStepModel:
         self._rules = serving_model(functional(self.config)).rules
         self._abstract = mesh.abstract()
         self._eight_bit = weights == FOREIGN
+        self._vocabulary_width = vocabulary_bytes(weights, self.width, self.config.embed_dim)
         self._matmuls, self.device_weight_bytes, self._gathered_bytes = self._weights(weight_bytes(weights))
         self.groups = layer_groups(self.config, kv_dtype)
         self._blocks = self._attention_of_blocks(kv_dtype)
@@ -247,6 +260,7 @@ class ServingStepModel:
             own, used = self._shard(leaf.shape, leaf.axes), self._shard(leaf.shape, leaf.axes, gathered=True)
             in_block = leaf.name.startswith("segments")
             size = packed if leaf.matrix and in_block else float(self.width)
+            size = self._vocabulary_width if leaf.name in VOCABULARY else size
             stored += math.prod(own) * size
             gathered += (math.prod(used) - math.prod(own)) * size
             if not (leaf.matrix and in_block):
@@ -369,7 +383,7 @@ class ServingStepModel:
     def _head(self, samples: float) -> StepCost:
         d, v = self.config.embed_dim, self._vocab
         flops = 2.0 * samples * d * v
-        moved = v * d * self.width + samples * d * self.width + 4 * SAMPLER_PASSES * samples * v
+        moved = v * d * self._vocabulary_width + samples * d * self.width + 4 * SAMPLER_PASSES * samples * v
         work = flops / (self._rate(False) * self.calibration.matmul) * float(_up(samples, 8)) / max(samples, 1)
         return StepCost(work, max(0.0, self._seconds_of(moved) - work), flops=flops, bytes=moved)
 

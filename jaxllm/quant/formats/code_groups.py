@@ -77,13 +77,29 @@ class CodeGroups:
         With zero points or minima, a term for the sums of groups of inputs, times the values of the
         middle code: XLA:CPU fuses a scale, but not both.
         """
-        params = self.params(scales, x.dtype)
-        offset = self.grid.offset(params)
-        plain = self.grid if offset is None else CentredGrid(self.grid.bits)
-        lanes = self._lanes(self.flatten(values), params, plain)
+        lanes, offset = self._lanes_and_offset(values, scales, x.dtype)
         outs = lanes[0].shape[self.axis % lanes[0].ndim + 1 :]
         terms = [(x[..., k :: len(lanes)], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]
         return [*terms, *self._offset_terms(x, offset, lanes[0].shape[self.axis] * len(lanes))]
+
+    def row_terms(
+        self, x: Float[Array, "T I"], values: UInt8[Array, "V B"], scales: Array
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
+        """``terms`` of an output matrix [V, I], whose axis is the last; weights are [V, inputs]."""
+        lanes, offset = self._lanes_and_offset(values, scales, x.dtype)
+        terms = [(x[..., k :: len(lanes)], lane.astype(x.dtype)) for k, lane in enumerate(lanes)]
+        if offset is None:
+            return terms
+        return [*terms, (self._group_sums(x, offset.shape[-1]), offset.astype(x.dtype))]
+
+    def _lanes_and_offset(
+        self, values: UInt8[Array, "..."], scales: Array, dtype: DTypeLike
+    ) -> tuple[list[Array], Array | None]:
+        """Values of all lanes, around 0 where there are offsets, and the values of the middle codes."""
+        params = self.params(scales, dtype)
+        offset = self.grid.offset(params)
+        plain = self.grid if offset is None else CentredGrid(self.grid.bits)
+        return self._lanes(self.flatten(values), params, plain), offset
 
     def kernel_terms(
         self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: Array
@@ -109,12 +125,15 @@ class CodeGroups:
         """Sums of groups of inputs, and the values of the middle codes; none where these are 0."""
         if offset is None:
             return []
-        runs = x.reshape(*x.shape[:-1], -1, inputs)
-        size, groups = self.stored_sizes(inputs, offset.shape[self.axis])
-        padded = jnp.pad(runs, [(0, 0)] * x.ndim + [(0, size * groups - inputs)])
-        sums = padded.reshape(*runs.shape[:-1], groups, size).sum(-1)
+        sums = self._group_sums(x.reshape(*x.shape[:-1], -1, inputs), offset.shape[self.axis])
         outs = offset.shape[self.axis % offset.ndim + 1 :]
         return [(sums.reshape(*x.shape[:-1], -1), offset.reshape(-1, *outs).astype(x.dtype))]
+
+    def _group_sums(self, x: Float[Array, "... I"], stored: int) -> Float[Array, "... G"]:
+        """Sums of the inputs of each of the ``stored`` groups."""
+        size, groups = self.stored_sizes(x.shape[-1], stored)
+        padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size * groups - x.shape[-1])])
+        return padded.reshape(*x.shape[:-1], groups, size).sum(-1)
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the parameters: those of the weight, with one for all inputs, which is split like the first

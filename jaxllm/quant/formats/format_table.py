@@ -26,3 +26,7 @@ WEIGHT_FORMATS: dict[str, Callable[[int], WeightFormat]] = {
 }
 """Format by name, made for the dimension that values share scales along: the last one that is summed over, counted from
 the end (-2 of a matrix)."""
+
+VOCABULARY_FORMAT = CodeGroups(IntGrid(8), None, -1)
+"""Format of the embedding and the head of a model that is rounded to any of these: int8 with a scale for each token's
+row. Errors of the head are errors of the logits, and an embedding is looked up from one row."""

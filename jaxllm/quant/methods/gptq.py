@@ -31,6 +31,7 @@ def gptq(
     group: int | None,
     *,
     act_order: bool = False,
+    static: GridParams | None = None,
     damping: float = DAMPING,
 ) -> tuple[UInt8[Array, "I O"], GridParams]:
     """Codes, and the parameters of every group, [G, O].
@@ -41,6 +42,7 @@ def gptq(
         group: inputs that share parameters; None: all.
         act_order: round inputs of the largest activations first. Groups are then fitted to the weights as they were
             ("static groups"), so that they stay runs of neighbouring inputs.
+        static: parameters of every group; None: fitted to the group's weights.
         damping: part of the mean of the Gram matrix's diagonal that is added to the diagonal.
 
     Raises:
@@ -54,19 +56,26 @@ def gptq(
     factor = _factor(gram, dead, order, damping)
     if not bool(jnp.isfinite(factor).all()):
         raise FloatingPointError(f"the inputs' Gram matrix is not positive definite with a damping of {damping:g}.")
-    static = fit_groups(grid, weight, size) if act_order else None
+    if act_order and static is None:
+        static = fit_groups(grid, weight, size)
     codes, params = _round(grid, size, weight[order], factor, order, static)
     return jnp.zeros_like(codes).at[order].set(codes), static or params
 
 
 def gptq_damped(
-    weight: Float[Array, "I O"], gram: Float[Array, "I I"], grid: Grid, group: int | None, *, act_order: bool = False
+    weight: Float[Array, "I O"],
+    gram: Float[Array, "I I"],
+    grid: Grid,
+    group: int | None,
+    *,
+    act_order: bool = False,
+    static: GridParams | None = None,
 ) -> tuple[UInt8[Array, "I O"], GridParams, float]:
     """``gptq`` with ten times the damping until it succeeds, and the damping that it took."""
     damping = DAMPING
     while True:
         try:
-            return *gptq(weight, gram, grid, group, act_order=act_order, damping=damping), damping
+            return *gptq(weight, gram, grid, group, act_order=act_order, static=static, damping=damping), damping
         except FloatingPointError:
             if damping >= MOST_DAMPING:
                 raise

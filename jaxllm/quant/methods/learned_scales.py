@@ -40,27 +40,14 @@ def learned_scales(
         raise ValueError(f"learned_scales wants free scales and no zero points; {grid.name} is another grid.")
     inputs = weight.shape[0]
     size = group or inputs
-    count = -(-inputs // size)
     gram = gram + jnp.eye(inputs, dtype=gram.dtype) * DAMPING * jnp.mean(jnp.diag(gram))
-    place = jnp.arange(inputs) // size
-    target = gram @ weight
 
     def error_of(codes: Array, scale: Array) -> Array:
         off = weight - grid.decode(codes, spread(grid.params([scale]), size, inputs))
         return jnp.sum(off * (gram @ off), axis=0)
 
     def solved(codes: Array, scale: Array) -> Array:
-        units = grid.decode(codes, grid.params([jnp.ones((), weight.dtype)]))
-        right = jax.ops.segment_sum(units * target, place, count)
-
-        def row(g: Array) -> Array:
-            return jax.ops.segment_sum(units * (gram @ jnp.where(place[:, None] == g, units, 0)), place, count)
-
-        system = jax.lax.map(row, jnp.arange(count))  # [G, G, O]
-        empty = jnp.diagonal(system).T == 0
-        system = jnp.moveaxis(system, -1, 0) + jax.vmap(jnp.diag)(jnp.where(empty, 1, 0).T.astype(system.dtype))
-        found = jnp.linalg.solve(system, right.T[..., None])[..., 0].T
-        return stored_scale(jnp.where((found > 0) & ~empty, found, scale), getattr(grid, "scale_dtype", "float32"))
+        return solved_scales(weight, gram, grid, size, codes, scale)
 
     def step(carry: tuple[Array, Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array, Array], None]:
         scale, best_codes, best, least = carry
@@ -80,3 +67,57 @@ def learned_scales(
     start = params.scale, codes, params.scale, error_of(codes, params.scale)
     (_, codes, scale, _), _ = jax.lax.scan(step, start, None, length=STEPS)
     return codes, grid.params([scale])
+
+
+def solved_scales(
+    weight: Float[Array, "I O"],
+    gram: Float[Array, "I I"],
+    grid: Grid,
+    size: int,
+    codes: UInt8[Array, "I O"],
+    scale: Float[Array, "G O"],
+) -> Float[Array, "G O"]:
+    """Scales of groups of ``size`` inputs that minimise the squared error of the results for given codes.
+
+    Args:
+        gram: damped, so that it is not singular.
+        scale: what stays where the solution is not positive.
+    """
+    inputs, count = len(weight), len(scale)
+    extra = size * count - inputs
+    units = jnp.pad(grid.decode(codes, grid.params([jnp.ones((), weight.dtype)])), ((0, extra), (0, 0)))
+    gram, weight = jnp.pad(gram, (0, extra)), jnp.pad(weight, ((0, extra), (0, 0)))
+
+    def by_group(x: Array) -> Array:
+        return jnp.sum((units * x).reshape(count, size, -1), axis=1)
+
+    def row(g: Array) -> Array:
+        columns = jax.lax.dynamic_slice_in_dim(gram, g * size, size, axis=1)
+        return by_group(columns @ jax.lax.dynamic_slice_in_dim(units, g * size, size))
+
+    right, system = by_group(gram @ weight), jax.lax.map(row, jnp.arange(count))  # [G, O], [G, G, O]
+    empty = jnp.diagonal(system).T == 0
+    system = jnp.moveaxis(system, -1, 0) + jax.vmap(jnp.diag)(jnp.where(empty, 1, 0).T.astype(system.dtype))
+    found = jnp.linalg.solve(system, right.T[..., None])[..., 0].T
+    return stored_scale(jnp.where((found > 0) & ~empty, found, scale), getattr(grid, "scale_dtype", "float32"))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def refitted_scales(
+    weight: Float[Array, "I O"],
+    gram: Float[Array, "I I"],
+    grid: Grid,
+    size: int,
+    codes: UInt8[Array, "I O"],
+    params: GridParams,
+) -> GridParams:
+    """Parameters with ``solved_scales`` in the columns whose error they lower."""
+    gram = gram + jnp.eye(len(weight), dtype=gram.dtype) * DAMPING * jnp.mean(jnp.diag(gram))
+    solved = grid.params([solved_scales(weight, gram, grid, size, codes, params.scale)])
+
+    def error_of(own: GridParams) -> Array:
+        off = weight - grid.decode(codes, spread(own, size, len(weight)))
+        return jnp.sum(off * (gram @ off), axis=0)
+
+    better = error_of(solved) < error_of(params)
+    return jax.tree.map(lambda new, old: jnp.where(better, new, old), solved, params)

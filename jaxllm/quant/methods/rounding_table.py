@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.grids import Grid, GridParams
-from jaxllm.quant.methods.gptq import gptq_damped
-from jaxllm.quant.methods.learned_scales import learned_scales
+from jaxllm.quant.methods.gptq import DAMPING, gptq_damped
+from jaxllm.quant.methods.learned_scales import learned_scales, refitted_scales
 from jaxllm.quant.methods.nearest import half_quadratic, round_to_nearest
 
 
@@ -54,9 +55,11 @@ def _half_quadratic(weight, gram, grid, group):
     return *half_quadratic(weight, grid, group), ""
 
 
-def _gptq(weight, gram, grid, group, act_order=False):
-    codes, params, damping = gptq_damped(weight, gram, grid, group, act_order=act_order)
-    return codes, params, "" if damping <= 0.01 else f"singular inputs, damping {damping:g}"
+def _gptq(weight, gram, grid, group, act_order=False, static=None):
+    codes, params, damping = gptq_damped(weight, gram, grid, group, act_order=act_order, static=static)
+    dead = int(jnp.sum(jnp.diag(gram) == 0))
+    remarks = [f"{dead} inputs are always 0, their weights too"] * (dead > 0)
+    return codes, params, "; ".join(remarks + [f"singular inputs, damping {damping:g}"] * (damping > DAMPING))
 
 
 def _gptq_act_order(weight, gram, grid, group):
@@ -67,11 +70,19 @@ def _learned_scales(weight, gram, grid, group):
     return *learned_scales(weight, gram, grid, group), ""
 
 
+def _gptq_learned_scales(weight, gram, grid, group):
+    """Scales first, then codes for these scales, then scales for these codes."""
+    _, static = learned_scales(weight, gram, grid, group)
+    codes, params, remark = _gptq(weight, gram, grid, group, act_order=True, static=static)
+    return codes, refitted_scales(weight, gram, grid, group or len(weight), codes, params), remark
+
+
 METHODS: dict[str, Method] = {
     "rtn": Method(_nearest, False, "", True, "rounding to the nearest"),
     "hqq": Method(_half_quadratic, False, "", False, "Badri and Shaji 2023"),
     "gptq": Method(_gptq, True, "", True, "arXiv:2210.17323"),
     "gptq_act_order": Method(_gptq_act_order, True, "", True, "arXiv:2210.17323; static groups"),
+    "gptq_learned_scales": Method(_gptq_learned_scales, True, "", True, "arXiv:2210.17323 and 2407.10960"),
     "learned_scales": Method(_learned_scales, True, "", True, "arXiv:2407.10960"),
     "awq": Method(_nearest, True, "awq", False, "arXiv:2306.00978"),
     "smoothquant": Method(_nearest, True, "smoothquant", True, "arXiv:2211.10438"),
