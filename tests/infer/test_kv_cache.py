@@ -12,11 +12,13 @@ from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.prefix_cache import prefix_salt
 from jaxllm.infer.kv_cache_options import with_kv_cache
 from jaxllm.infer.runner.paged_cache import layer_groups, retention_rule
-from jaxllm.infer.runner.window_and_sinks import WindowAndSinks
+from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
 from pallas_kernels.paged_attention.channel_formats import KiviFormat
 from pallas_kernels.paged_attention.kv_formats import KV_FORMATS
 from sharding import ShardingError
 from tests.infer import engines, meshes
+from tests.seams.dense_reference import DenseReference, error
+from tests.seams.score_reference import ScoreReference
 
 SHORT = 6
 
@@ -97,6 +99,24 @@ def test_window_and_sinks(rng, float64):
     np.testing.assert_allclose(full[1], equal[1], atol=1e-10)
     assert less[0] <= -(-(2 + 12 - 1 + 16) // 4)  # what is kept, and the tokens of a step
     assert np.abs(np.subtract(full[1], less[1])).max() > 1e-4
+
+
+@pytest.mark.drawn(0.3)
+@pytest.mark.parametrize(("way", "model"), [("tight, recompute", "llama"), ("tight, swap", "gemma3"), ("roomy", "smollm2")])
+def test_corm_in_every_way(way, model, rng, float64):
+    """However prompts are split and sequences preempted: what one query at a time over the whole sequence gives."""
+    rule, keep = retention_rule("corm:1.2,3,8"), "corm:1.2,3,8"
+    sizes = dataclasses.replace(engines.ENGINES[way], prefix_cache=False, retention=keep)
+    engine = engines.build(sizes, model, "float64")
+    asked = [
+        one | {"params": dataclasses.replace(one["params"], prompt_logprobs=None, logprobs=0)}
+        for one in engines.traffic(rng, sizes, 6)
+    ]
+    made = engines.serve(engine, asked)
+    assert error(model, ScoreReference((rule,)), made) <= 1e-10
+    assert error(model, DenseReference(), made) > 1e-4
+    assert 0 < engine.metrics.dropped_entries
+    assert engine.scheduler.preemptions > 0 or way == "roomy"
 
 
 def test_sizes_of_rules():

@@ -46,6 +46,8 @@ class EngineMetrics:
         drafts: verifications of the tokens that a proposer proposed for a sequence.
         proposed_tokens, accepted_tokens: tokens that were proposed, and those of them that were sampled.
         accepted_by_position: accepted tokens by their position in a draft.
+        kept_entries, dropped_entries: entries of the KV cache, by layer and kv head, that stayed and left when a retention
+            rule chose by scores.
         finished: completions by finish reason.
         programs: work by program name.
     """
@@ -58,6 +60,8 @@ class EngineMetrics:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    kept_entries: int = 0
+    dropped_entries: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     programs: dict[str, ProgramMetrics] = field(default_factory=dict)
 

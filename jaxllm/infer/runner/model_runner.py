@@ -31,6 +31,7 @@ from jaxllm.infer.runner.engine_step import EngineStep
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups, pool_sizes
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
+from jaxllm.infer.runner.retention.eviction import check_scores
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
@@ -38,6 +39,7 @@ from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
 from jaxllm.models.packed_weight import batch_dependent_formats
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.retention import by_scores
 
 PAGES_PER_TRANSFER = 16
 """Pages that one program copies between device and host when a sequence is swapped."""
@@ -116,6 +118,7 @@ class ModelRunner:
             with self._on_mesh(), sharding.use_rules(self.model.rules):
                 replicas = sharding.axis_size("batch")
         groups = layer_groups(model.config, config.kv_dtype, config.retention)
+        check_scores(config, groups, self._shards)
         max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
@@ -372,14 +375,15 @@ class ModelRunner:
             full=full,
             slots=self.config.max_sequences,
             columns=self.spec.columns,
-            groups=len(self.spec.groups),
+            groups=len(self.spec.tables),
             decode_steps=self.config.decode_steps,
             top_logprobs=min(self.config.top_logprobs, self.model.config.vocab_size) if full else 0,
             logprob_dtype=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
             rows=1 if decode else 1 + self.config.verify_tokens,
-            retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
+            retained=tuple(i for i, g in enumerate(self.spec.tables) if self.spec.groups[g].rule is not None),
             adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
             residual=any(group.residual for group in self.spec.groups),
+            evicts=any(by_scores(group.rule) for group in self.spec.groups),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
