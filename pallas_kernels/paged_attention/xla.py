@@ -105,9 +105,7 @@ def paged_attention_xla(
     return out[:t], pool
 
 
-def _attend(
-    problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks: TokenBlocks, size: int
-) -> _State:
+def _attend(problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks: TokenBlocks, size: int) -> _State:
     """The state with the output of these blocks' rows, and what they add to scores; blocks have ``size`` tokens."""
     kv = problem.pool.data.shape[2]
     rule = None if problem.retention is None else by_scores(problem.retention.rule)

@@ -102,7 +102,9 @@ def test_window_and_sinks(rng, float64):
 
 
 @pytest.mark.drawn(0.3)
-@pytest.mark.parametrize(("way", "model"), [("tight, recompute", "llama"), ("tight, swap", "gemma3"), ("roomy", "smollm2")])
+@pytest.mark.parametrize(
+    ("way", "model"), [("tight, recompute", "llama"), ("tight, swap", "gemma3"), ("roomy", "smollm2")]
+)
 def test_corm_in_every_way(way, model, rng, float64):
     """However prompts are split and sequences preempted: what one query at a time over the whole sequence gives."""
     rule, keep = retention_rule("corm:1.2,3,8"), "corm:1.2,3,8"

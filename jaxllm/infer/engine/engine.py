@@ -68,6 +68,7 @@ from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
 from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.retention import by_scores
 
 
 @dataclass
@@ -393,6 +394,20 @@ class Engine:
             raise AdapterError(f"the adapter {name!r} cannot be loaded: {why}")
         return revision
 
+    def retention_report(self) -> dict[str, Any]:
+        """Entries of the KV cache that have stayed and left so far, and the pages that came back.
+
+        Entries are counted by layer and kv head: whenever a rule chooses by scores; under a rule that chooses by
+        position, when a sequence ends.
+        """
+        metrics = self.metrics
+        return {
+            "rule": self.config.retention,
+            "kept_entries": metrics.kept_entries,
+            "dropped_entries": metrics.dropped_entries,
+            "returned_pages": self.scheduler.returned_pages,
+        }
+
     def _end_unreadable(self) -> None:
         """Ends the sequences whose adapter could not be read, with "error"."""
         if (slots := self.adapter_slots) is None:
@@ -690,5 +705,10 @@ class Engine:
         sequence.finish = finish
         text += "" if sequence.detokenizer is None else sequence.detokenizer.end()
         sequence.text += text
+        for group in self.runner.spec.groups:
+            if group.rule is not None and by_scores(group.rule) is None:
+                heads, kept = len(group.layers) * group.kv_spec.kv_heads, group.rule.capacity(sequence.computed)
+                self.metrics.kept_entries += heads * kept
+                self.metrics.dropped_entries += heads * (sequence.computed - kept)
         self.scheduler.finish(sequence)
         return output_delta(sequence, tokens, text, finish)

@@ -84,6 +84,11 @@ class ReplicaSchedulers:
         """Number of preemptions so far."""
         return sum(one.preemptions for one in self.schedulers)
 
+    @property
+    def returned_pages(self) -> int:
+        """Number of pages that evictions by scores have emptied so far."""
+        return sum(one.returned_pages for one in self.schedulers)
+
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         return [*self.unassigned, *(s for one in self.schedulers for s in one.sequences())]

@@ -130,6 +130,11 @@ class StepScheduler(Protocol):
         """Number of preemptions so far."""
         ...
 
+    @property
+    def returned_pages(self) -> int:
+        """Number of pages that evictions by scores have emptied so far."""
+        ...
+
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         ...

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 import sharding
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.retention.corm import Corm
+from jaxllm.infer.runner.retention.pyramid import Pyramid
 from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
@@ -48,7 +49,7 @@ TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 MAX_PARTS = 8
 """Most parts of a group of layers: each has page tables that the host fills and sends."""
 
-RETENTION_RULES: dict[str, RetentionRule] = {"window+sinks": WindowAndSinks(), "corm": Corm()}
+RETENTION_RULES: dict[str, RetentionRule] = {"window+sinks": WindowAndSinks(), "corm": Corm(), "pyramid": Pyramid()}
 """Retention rules by name, with the sizes that they have by default; ``EngineConfig.retention`` names one, and may give
 its sizes behind a colon, which its class reads with ``of``. They hold in the layers without a sliding window."""
 
