@@ -177,9 +177,11 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
 def start_training(config: RunConfig) -> TrainResult:
     """Trains a run by the loop for its kind of configuration."""
-    from jaxllm.posttrain import PolicyRunConfig, train_policy
+    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig, train_heads, train_policy
     from jaxllm.train import train
 
+    if isinstance(config, HeadsRunConfig):
+        return train_heads(config)
     return train_policy(config) if isinstance(config, PolicyRunConfig) else train(config)
 
 
@@ -187,13 +189,15 @@ def start_together(config: RunConfig, file: Path) -> int:
     """Trains the runs of a file in one step; returns the exit status, 1 if a run stopped by itself.
 
     Raises:
-        UsageError: the recipe is one of policies.
+        UsageError: the recipe is one of policies or of retaining heads.
     """
-    from jaxllm.posttrain import PolicyRunConfig
+    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig
     from jaxllm.train import read_runs, train_together
 
     if isinstance(config, PolicyRunConfig):
         raise UsageError("--together: policies are trained one after the other; leave it out.")
+    if isinstance(config, HeadsRunConfig):
+        raise UsageError("--together: retaining heads are trained one after the other; leave it out.")
     stopped = [result for result in train_together(read_runs(config, file)) if not result.complete]
     signals = [result.signal for result in stopped if result.signal is not None]
     return 128 + signals[0] if signals else min(1, len(stopped))

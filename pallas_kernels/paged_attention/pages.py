@@ -10,8 +10,8 @@ C]: those of the key and of the value of each slot, with the slots of a page con
 a TPU.
 
 Where a retention rule drops tokens (``retention``), a slot's index does not determine its token's position. A third
-array [L, P, K, 1, C] then has the position of the token in each slot, -1 for none, for each kv head by itself. Where the
-rule chooses by scores, a fourth array of that shape has the score of each slot's entry.
+array [L, P, K, 1, C] then has the position of the token in each slot, -1 for none, for each kv head by itself. Where
+the rule chooses by scores, a fourth array of that shape has the score of each slot's entry.
 
 Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, Z scales of a slot, T tokens, H head dim
 of keys, V of values.

@@ -108,7 +108,7 @@ def paged_attention_reference(
     if sink is not None:
         total = total + jnp.exp(sink - top)
     weights = weights / jnp.where(total == 0.0, 1.0, total)
-    if retention is not None and (rule := by_scores(retention.rule)) is not None:
+    if retention is not None and (rule := by_scores(retention.rule)) is not None and rule.observed:
         pool = _collect(pool, weights, layer, ragged, tokens, rule)
     out = jnp.einsum("tkgs,tskv->tkgv", weights, format.values(held))
     out = jnp.where(tokens.real[:, None, None], out.reshape(t, n, -1), 0.0)

@@ -51,18 +51,27 @@ class ScoreRule(RetentionRule, Protocol):
     """Retention rule that chooses entries by scores; a query finds all entries that have not been evicted.
 
     Scores begin at 0, or at what ``Slots.scores`` of the new tokens say, and collect the values of ``observe``.
-
-    Attributes:
-        interval: entries leave at positions that are multiples of it.
-        observed: number of queries before such a position whose attention weights are collected; 0: none are.
-        reduce: how the values of several queries and query heads are combined.
-        forgets: scores begin anew after each eviction.
     """
 
-    interval: int
-    observed: int
-    reduce: Literal["max", "sum"]
-    forgets: bool
+    @property
+    def interval(self) -> int:
+        """Entries leave at positions that are multiples of it."""
+        ...
+
+    @property
+    def observed(self) -> int:
+        """Number of queries before such a position whose attention weights are collected; 0: none are."""
+        ...
+
+    @property
+    def reduce(self) -> Literal["max", "sum"]:
+        """How the values of several queries and query heads are combined."""
+        ...
+
+    @property
+    def forgets(self) -> bool:
+        """Whether scores begin anew after each eviction."""
+        ...
 
     def observe(self, weights: Float[Array, "*any S"], queries: Int[Array, "..."]) -> Float[Array, "*any S"]:
         """What a query's softmax weights of S entries add to the scores of those; ``queries`` are positions."""
@@ -179,31 +188,30 @@ def evict(
         row = jnp.clip(table[request], 0, pages - 1)
         there = jnp.where(here < columns[request], row, pages)
 
-        def flat(x: Array) -> Array:  # [K S *rest] of [L P K C W] or [L P K Z C]
+        def by_slot(x: Array) -> Array:  # [K S *rest] of pages [J K C *rest]
             return x.swapaxes(0, 1).reshape(kv, len(slots), -1)
 
-        data, *by_slot = (
-            None if x is None else flat(x[layer, row] if x is pool.data else x[layer, row].swapaxes(2, 3))
-            for x in (pool.data, pool.scales, pool.positions, pool.scores)
-        )
-        scales, at, score = by_slot
-        at, score = at[..., 0], score[..., 0]
+        def moved(x: Array) -> Array:  # pages of [K S *rest], in the new order
+            found = jnp.take_along_axis(x, order[..., None], axis=1).reshape(kv, len(here), size, -1)
+            return found.swapaxes(0, 1)
+
+        def put(x: Array, pages: Array) -> Array:
+            return x.at[layer, there].set(pages, mode="drop")
+
+        at, score = (by_slot(x[layer, row].swapaxes(2, 3))[..., 0] for x in (pool.positions, pool.scores))
         used = (slots < columns[request] * size) & (at >= 0) & (at < starts[request])
         stays = used & rule.choose(score, at, used, starts[request])
         order = jnp.argsort(jnp.where(stays, 0, 1), axis=1, stable=True)
         count = jnp.sum(stays, axis=1, dtype=jnp.int32)
-
-        def put(x: Array, values: Array, last: bool = False) -> Array:
-            moved = jnp.take_along_axis(values, order[..., None], axis=1).reshape(kv, len(here), size, -1)
-            moved = moved.swapaxes(0, 1)
-            return x.at[layer, there].set(moved if last else moved.swapaxes(2, 3), mode="drop")
-
         at, score = jnp.where(stays, at, -1), jnp.zeros_like(score) if rule.forgets else score
+        scales = pool.scales
+        if scales is not None:
+            scales = put(scales, moved(by_slot(scales[layer, row].swapaxes(2, 3))).swapaxes(2, 3))
         pool = pool._replace(
-            data=put(pool.data, data, last=True),
-            scales=None if scales is None else put(pool.scales, scales),
-            positions=put(pool.positions, at[..., None]),
-            scores=put(pool.scores, score[..., None]),
+            data=put(pool.data, moved(by_slot(pool.data[layer, row]))),
+            scales=scales,
+            positions=put(pool.positions, moved(at[..., None]).swapaxes(2, 3)),
+            scores=put(pool.scores, moved(score[..., None]).swapaxes(2, 3)),
         )
         most, all_kept = jnp.max(count), jnp.sum(count)
         before = found[request]

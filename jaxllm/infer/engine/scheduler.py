@@ -241,11 +241,13 @@ class Scheduler:
             own = sequence.pages[group]
             sequence.entries[group] = min(sequence.entries[group], count + tokens)
             needed = -(-sequence.entries[group] // self.page_size)
+            if len(own) <= needed:
+                continue  # or it is swapped out, and its pages are on the host
             for page in reversed(own[needed:]):
                 self._allocators[group].release(page)
-            self.returned_pages += len(own[needed:])
+            self.returned_pages += len(own) - needed
             del own[needed:]
-            sequence.cleared[group] = min(sequence.cleared[group], len(own))
+            sequence.cleared[group] = min(sequence.cleared[group], needed)
 
     def restart(self) -> None:
         """Drops the whole KV cache and queues all sequences again in the same order; no step may be in flight."""

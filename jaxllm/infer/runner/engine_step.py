@@ -27,7 +27,7 @@ from jaxllm.infer.runner import logits_processors, sampler
 from jaxllm.infer.runner.adapted_weight import with_rows
 from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TABLES, LayerGroup, PagedCache
-from jaxllm.infer.runner.retention.eviction import evict_entries
+from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entries
 from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
 from jaxllm.infer.runner.verification import last_rows, sample_proposed
 from jaxllm.models import Functional
@@ -189,9 +189,12 @@ class EngineStep:
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
+        heads = None
+        if RETAINING_HEADS in params:
+            heads, params = params[RETAINING_HEADS], {n: x for n, x in params.items() if n != RETAINING_HEADS}
         ctx = PagedCache(
             pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings,
+            batch.columns, batch.rings, heads,
         )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))

@@ -27,10 +27,12 @@ from jaxtyping import Array, Bool, Float, Int
 import sharding
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.retention.corm import Corm
+from jaxllm.infer.runner.retention.locret import Locret
 from jaxllm.infer.runner.retention.pyramid import Pyramid
 from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
+from jaxllm.models.retaining_heads import RetainingHeads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
 from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
@@ -49,7 +51,12 @@ TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 MAX_PARTS = 8
 """Most parts of a group of layers: each has page tables that the host fills and sends."""
 
-RETENTION_RULES: dict[str, RetentionRule] = {"window+sinks": WindowAndSinks(), "corm": Corm(), "pyramid": Pyramid()}
+RETENTION_RULES: dict[str, RetentionRule] = {
+    "window+sinks": WindowAndSinks(),
+    "corm": Corm(),
+    "pyramid": Pyramid(),
+    "locret": Locret(),
+}
 """Retention rules by name, with the sizes that they have by default; ``EngineConfig.retention`` names one, and may give
 its sizes behind a colon, which its class reads with ``of``. They hold in the layers without a sliding window."""
 
@@ -168,7 +175,7 @@ def retention_rule(text: str) -> RetentionRule:
     if name not in RETENTION_RULES:
         raise ValueError(f"engine: retention = {text!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
     rule = RETENTION_RULES[name]
-    if not colon:
+    if not colon and name != "locret":  # which has no heads of its own
         return rule
     if not hasattr(rule, "of"):
         raise ValueError(f"engine: retention = {text!r}: the rule {name!r} has no sizes to give.")
@@ -214,6 +221,7 @@ class PagedCache:
         columns: of each part with a retention rule: Int[Array, "B R"], pages of each request; None of the others.
         rings: where pages are encoded as a whole: Int[Array, "B R"], ring buffer of each request, and its tokens found
             in the prefix cache, see ``Residual``.
+        heads: ``RetainingHeads`` that score the entries when they are written; None: there are none.
     """
 
     pools: tuple[Any, ...]
@@ -225,6 +233,7 @@ class PagedCache:
     invariant: bool = field(default=False, metadata={"static": True})
     columns: tuple[Any, ...] | None = None
     rings: tuple[Any, Any] | None = None
+    heads: RetainingHeads | None = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -242,7 +251,9 @@ class PagedCache:
         index = self._group(KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window)
         split = sharding.axis_names("attn_seq")
 
-        def local(q: Array, k: Array, v: Array | None, sinks: Array | None, *shared: Any) -> tuple[Array, ...]:
+        def local(
+            q: Array, k: Array, v: Array | None, sinks: Array | None, scores: Array | None, *shared: Any
+        ) -> tuple[Array, ...]:
             held, form, place, ragged, retention, residual = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
@@ -254,17 +265,21 @@ class PagedCache:
                 q, k, v, PagePool(held.data, form, *held[1:]), place, ragged.page_table,
                 ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
                 softcap=params.softcap, decode_only=self.decode_only, retention=retention, residual=residual,
+                scores=None if scores is None else scores[0],
             )  # fmt: skip
             return out[None], *jax.tree.leaves(pool.slots)
 
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, SINK_AXES, *_SHARED_AXES),
+            (HEADS, KV_HEADS, KV_HEADS, SINK_AXES, KV_HEADS[:3], *_SHARED_AXES),
             (HEADS, *(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))),
             check=not split,  # with split queries, the devices of a row write the same pages
         )
         kv = (None if x is None else replicate_kv_heads(x) for x in (k, v))
-        out, *slots = run(q, *kv, sinks, *self._shared(index, layer))
+        scores = None
+        if self.heads is not None and v is not None and self.groups[index].rule is not None:
+            scores = self.heads.score(layer, q, k, v)
+        out, *slots = run(q, *kv, sinks, scores, *self._shared(index, layer))
         return out, self._with(index, slots)
 
     def is_fresh_prefill(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:

@@ -6,7 +6,7 @@ The budget is free: how many entries stay follows from the text. Each layer and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,8 +29,6 @@ class Corm:
     threshold: float = THRESHOLD
     recent: int = RECENT
     interval: int = INTERVAL
-    reduce: ClassVar[Literal["max", "sum"]] = "max"
-    forgets: ClassVar[bool] = True
 
     @classmethod
     def of(cls, argument: str) -> Corm:
@@ -57,6 +55,16 @@ class Corm:
     def observed(self) -> int:
         """See ``ScoreRule``."""
         return self.recent
+
+    @property
+    def reduce(self) -> Literal["max", "sum"]:
+        """See ``ScoreRule``."""
+        return "max"
+
+    @property
+    def forgets(self) -> bool:
+        """See ``ScoreRule``."""
+        return True
 
     def keep(self, entries: Int[Array, "..."], query: Int[Array, "..."]) -> Bool[Array, "..."]:
         """See ``RetentionRule``: every entry that has not been evicted."""

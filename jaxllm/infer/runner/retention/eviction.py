@@ -5,6 +5,8 @@ Legend: B replicas, S requests of a step, J columns of a page table, K kv heads.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -13,9 +15,15 @@ import sharding
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup
+from jaxllm.infer.runner.retention.locret import Locret
 from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.models import DecoderConfig
+from jaxllm.models.retaining_heads import RetainingHeads, load_heads
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.retention import ScoreRule, by_scores, evict
+
+RETAINING_HEADS = "retaining_heads"
+"""Name of the retaining heads among the weights that programs take."""
 
 
 def evict_entries(
@@ -66,6 +74,28 @@ def evict_entries(
                 evictions.append(found)
             number += 1
     return tuple(changed), {"evictions": jnp.stack(evictions, axis=1)}
+
+
+def heads_of(config: DecoderConfig, groups: tuple[LayerGroup, ...], devices: int) -> dict[str, RetainingHeads]:
+    """Retaining heads that the layer groups' rule names, as programs take them beside the weights; empty without.
+
+    Args:
+        config: the model.
+        groups: its layer groups.
+        devices: number of devices that serve it.
+
+    Raises:
+        ValueError: they cannot be read, or do not go with the model or the devices.
+    """
+    paths = {group.rule.heads for group in groups if isinstance(group.rule, Locret)}
+    if not paths:
+        return {}
+    if devices > 1:
+        raise ValueError(
+            f"engine: locret reads all heads of a token, and {devices} devices have parts of them: serve it on one "
+            "device, or use corm or pyramid."
+        )
+    return {RETAINING_HEADS: load_heads(Path(paths.pop()), config)}
 
 
 def check_scores(config: EngineConfig, groups: tuple[LayerGroup, ...], shards: int) -> None:

@@ -1,12 +1,14 @@
-"""Retention rule ``pyramid``: deeper layers keep fewer entries, by recent attention (PyramidInfer, arXiv:2405.12532)."""
+"""Retention rule ``pyramid``: deeper layers keep fewer entries, by recent attention (arXiv:2405.12532)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from jaxllm.infer.runner.retention.budget import highest
 
 SHARE, RECENT, INTERVAL = 0.5, 32, 256
 UNIT = 1024
@@ -15,13 +17,13 @@ UNIT = 1024
 
 @dataclass(frozen=True)
 class Pyramid:
-    """Keeps a share of the tokens: those with the most attention of the recent queries, fewer in deeper layers.
+    """Keeps the recent entries and a share of the older ones: those with the most attention of the recent queries.
 
     The share falls linearly with depth, from ``1 + slope`` to ``1 - slope`` times the mean. Later queries count more,
-    linearly; the query heads of a kv head count alike. The most recent entries stay in any case.
+    linearly; the query heads of a kv head count alike.
 
     Attributes:
-        share: mean share of the tokens that stay, over all layers; 1 keeps everything.
+        share: mean share of the older entries that stay, over all layers; 1 keeps everything.
         recent: recent queries that decide, and recent entries that stay.
         interval: see ``ScoreRule``.
         slope: how much the shares of layers differ; less where the first layers would keep more than everything.
@@ -31,8 +33,6 @@ class Pyramid:
     recent: int = RECENT
     interval: int = INTERVAL
     slope: float = 0.5
-    reduce: ClassVar[Literal["max", "sum"]] = "sum"
-    forgets: ClassVar[bool] = True
 
     @classmethod
     def of(cls, argument: str) -> Pyramid:
@@ -49,9 +49,9 @@ class Pyramid:
             legal, made = False, cls()
         if not legal:
             raise ValueError(
-                f"pyramid:{argument}: give pyramid:SHARE[,RECENT[,INTERVAL]]: the mean share of the tokens that stay, "
-                "up to 1; the recent queries that decide; and every how many tokens, not less than RECENT: such as "
-                f"pyramid:{SHARE},{RECENT},{INTERVAL}."
+                f"pyramid:{argument}: give pyramid:SHARE[,RECENT[,INTERVAL]]: the mean share of the older entries that "
+                "stay, up to 1; the recent queries that decide, whose entries stay; and every how many tokens, not "
+                f"less than RECENT: such as pyramid:{SHARE},{RECENT},{INTERVAL}."
             )
         return made
 
@@ -66,13 +66,23 @@ class Pyramid:
         """See ``ScoreRule``."""
         return self.recent
 
+    @property
+    def reduce(self) -> Literal["max", "sum"]:
+        """See ``ScoreRule``."""
+        return "sum"
+
+    @property
+    def forgets(self) -> bool:
+        """See ``ScoreRule``."""
+        return True
+
     def keep(self, entries: Int[Array, "..."], query: Int[Array, "..."]) -> Bool[Array, "..."]:
         """See ``RetentionRule``: every entry that has not been evicted."""
         return entries <= query
 
     def capacity(self, length: int) -> int:
         """See ``RetentionRule``, after an eviction."""
-        return min(length, max(self.recent, -(-length * round(self.share * UNIT) // UNIT)))
+        return min(length, self.recent + -(-max(0, length - self.recent) * round(self.share * UNIT) // UNIT))
 
     def observe(self, weights: Float[Array, "*any S"], queries: Int[Array, "..."]) -> Float[Array, "*any S"]:
         """See ``ScoreRule``."""
@@ -82,8 +92,6 @@ class Pyramid:
         self, scores: Float[Array, "K S"], entries: Int[Array, "K S"], used: Bool[Array, "K S"], length: Int[Array, ""]
     ) -> Bool[Array, "K S"]:
         """See ``ScoreRule``: the entries of the highest scores."""
-        budget = jnp.maximum(self.recent, (length * round(self.share * UNIT) + UNIT - 1) // UNIT)
-        order = jnp.where(entries >= length - self.recent, jnp.inf, scores)
-        order = jnp.where(used, order, -jnp.inf)
-        rank = jnp.argsort(jnp.argsort(-order, axis=1, stable=True), axis=1)
-        return rank < budget
+        older = jnp.maximum(0, length - self.recent)
+        budget = self.recent + (older * round(self.share * UNIT) + UNIT - 1) // UNIT
+        return highest(scores, entries, used, length, self.recent, budget)
