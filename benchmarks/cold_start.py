@@ -135,7 +135,7 @@ def serve(model: str, cache: str, programs: dict[str, Any] | None = None) -> tup
             counts = json.load(answer)["backend"]["programs"]
         process.terminate()
     if programs is not None:
-        programs |= {"all": found["programs"], "seconds": whole, **counts}
+        programs |= {**counts, "all": found["programs"], "seconds": whole}  # counts have seconds too
     print(
         f"    first completion of 8 tokens after {first:.1f} s more, all {found['programs']} programs after "
         f"{whole:.1f} s: {counts['compiled']} compiled, {counts['loaded']} loaded, {counts['late']} late"

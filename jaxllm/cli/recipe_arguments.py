@@ -189,16 +189,17 @@ def start_together(config: RunConfig, file: Path) -> int:
     """Trains the runs of a file in one step; returns the exit status, 1 if a run stopped by itself.
 
     Raises:
-        UsageError: the recipe is one of policies or of retaining heads.
+        UsageError: the recipe is one of retaining heads.
     """
-    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig
+    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig, train_policies_together
     from jaxllm.train import read_runs, train_together
 
-    if isinstance(config, PolicyRunConfig):
-        raise UsageError("--together: policies are trained one after the other; leave it out.")
     if isinstance(config, HeadsRunConfig):
         raise UsageError("--together: retaining heads are trained one after the other; leave it out.")
-    stopped = [result for result in train_together(read_runs(config, file)) if not result.complete]
+    runs = read_runs(config, file)
+    policies = [run for run in runs if isinstance(run, PolicyRunConfig)]
+    results = train_policies_together(policies) if policies else train_together(runs)
+    stopped = [result for result in results if not result.complete]
     signals = [result.signal for result in stopped if result.signal is not None]
     return 128 + signals[0] if signals else min(1, len(stopped))
 

@@ -119,6 +119,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         ADAM,
         float32_state=True,
         averaging=True,
+        subsets=True,
         hooks=lambda run, model: StepHooks(gradients=gradients_between_iterates(run.optim.b1)),
     ),
     "sophia": OptimizerSpec(
@@ -159,6 +160,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         passes=0,
         one_pass=False,
         why_not_staged=LAYER_BY_LAYER,
+        subsets=True,
         hooks=_hooks_of_step("zo2:zo2_hooks"),
     ),
     "sgd": OptimizerSpec(

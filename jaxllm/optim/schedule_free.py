@@ -85,8 +85,8 @@ def gradient_point(b1: float, params: Any, opt_state: Any) -> Any:
 
     Args:
         b1: interpolation between z and x.
-        params: x.
+        params: x; those without a z in the state are frozen and stay.
         opt_state: of an optimizer that contains this rule.
     """
     z = optax.tree.get(opt_state, "z")
-    return jax.tree.map(lambda x, z: b1 * x + (1 - b1) * z, params, z)
+    return jax.tree.map(lambda z, x: x if z is None else b1 * x + (1 - b1) * z, z, params, is_leaf=lambda z: z is None)

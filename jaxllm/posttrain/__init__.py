@@ -9,6 +9,7 @@ from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.posttrain.algorithms import ALGORITHMS, Algorithm
+    from jaxllm.posttrain.policies_together import train_policies_together
     from jaxllm.posttrain.policy_config import PolicyRunConfig, RolloutConfig
     from jaxllm.posttrain.policy_training import train_policy
     from jaxllm.posttrain.retention_training import HeadsRunConfig, train_heads
@@ -18,6 +19,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "jaxllm.posttrain.algorithms": ("ALGORITHMS", "Algorithm"),
+        "jaxllm.posttrain.policies_together": ("train_policies_together",),
         "jaxllm.posttrain.policy_config": ("PolicyRunConfig", "RolloutConfig"),
         "jaxllm.posttrain.policy_training": ("train_policy",),
         "jaxllm.posttrain.retention_training": ("HeadsRunConfig", "train_heads"),
@@ -34,5 +36,6 @@ __all__ = [
     "RewardError",
     "RolloutConfig",
     "train_heads",
+    "train_policies_together",
     "train_policy",
 ]

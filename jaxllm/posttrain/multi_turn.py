@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from jaxllm.infer.engine.sequence import Sequence as EngineSequence
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.posttrain.bounded_calls import bounded_calls
 from jaxllm.posttrain.environments.environment import Environment, EnvironmentFactory, Observation
 from jaxllm.posttrain.environments.turn_format import TurnFormat
 from jaxllm.posttrain.prompts import Prompt
-from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, derived_seed
+from jaxllm.posttrain.rollouts import Requests, Rollout, Sampling, derived_seed
 from jaxllm.text import ChatTemplate, Tokenizer
 
 
@@ -67,8 +68,8 @@ class EpisodeSampler:
         self._format = TurnFormat(tokenizer, template, factory())
         self._max_tokens, self._max_turns, self._timeout = max_tokens, max_turns, timeout
 
-    def sample(self, engine: RolloutEngine, prompts: list[Prompt], count: int, seed: int) -> list[list[Rollout]]:
-        """``count`` episodes of each prompt; arguments as for ``RolloutEngine.sample``."""
+    def sample(self, prompts: list[Prompt], count: int, seed: int) -> Sampling[list[list[Rollout]]]:
+        """``count`` episodes of each prompt; arguments as for ``rollouts.sampled``."""
         episodes = [
             _Episode(prompt, self._factory(), derived_seed(seed, place, number))
             for place, prompt in enumerate(prompts)
@@ -76,14 +77,15 @@ class EpisodeSampler:
         ]
         self._call(episodes, [partial(one.environment.reset, dict(one.prompt.row), one.seed) for one in episodes])
         while going := [one for one in episodes if not one.finish]:
-            self._write(engine, going)
+            completions = yield self._requests(going)
+            self._write(going, [sequence for (sequence,) in completions])
             self._read(going)
         rollouts = [self._rollout(one) for one in episodes]
         return [rollouts[at : at + count] for at in range(0, len(rollouts), count)]
 
-    def _write(self, engine: RolloutEngine, episodes: list[_Episode]) -> None:
-        """Samples the next turn of each episode."""
-        requests = [
+    def _requests(self, episodes: list[_Episode]) -> Requests:
+        """Requests for the next turn of each episode."""
+        return [
             (
                 [*one.prompt.ids, *one.tokens],
                 SamplingParams(
@@ -93,7 +95,10 @@ class EpisodeSampler:
             )
             for one in episodes
         ]  # fmt: skip
-        for one, (sequence,) in zip(episodes, engine.complete(requests), strict=True):
+
+    def _write(self, episodes: list[_Episode], turns: list[EngineSequence]) -> None:
+        """Appends the next turn of each episode."""
+        for one, sequence in zip(episodes, turns, strict=True):
             known = len(one.prompt.ids) + len(one.tokens)
             turn = [int(token) for token in sequence.tokens[known:]]
             one.began = len(one.tokens)

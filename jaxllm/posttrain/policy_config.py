@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jaxllm.config import runtime_only
+from jaxllm.peft.method_table import ADAPTER_METHODS
 from jaxllm.posttrain.algorithms import find_algorithm
 from jaxllm.posttrain.environments.environment_table import find_environment
 from jaxllm.posttrain.rewards import find_rewards
@@ -24,6 +26,7 @@ class RolloutConfig:
         max_tokens: largest length of a completion in tokens; with an environment that of an episode, observations
             included.
         max_turns: with an environment: most turns of the policy in an episode.
+        mesh: mesh to sample on, such as ``tensor=2``: the first devices of the run's; empty: the run's own mesh.
         max_sequences: completions that the engine decodes at a time.
         max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
             on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
@@ -37,6 +40,7 @@ class RolloutConfig:
     group: int = 8
     max_tokens: int = 128
     max_turns: int = 8
+    mesh: str = runtime_only("")
     max_sequences: int = runtime_only(32)
     max_staleness: int = 0
     attempts: int = 3
@@ -75,11 +79,18 @@ class PolicyRunConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig("policy"))
 
+    own_together: ClassVar[tuple[str, ...]] = ("algorithm", "prompts", "rewards", "environment")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         algorithm = find_algorithm(self.algorithm)
         if self.environment:
             find_environment(self.environment)
+        if self.adapter and ADAPTER_METHODS[self.adapter.kind].needs_gradients:
+            raise ValueError(
+                f'adapter.kind = "{self.adapter.kind}" starts from the gradient of the first batch, which a policy has '
+                'not before its first rollouts; choose another adapter, such as "lora".'
+            )
         if self.rewards or not self.environment:
             find_rewards(self.rewards)
         rollout, data = self.rollout, self.data

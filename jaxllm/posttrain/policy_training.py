@@ -38,8 +38,8 @@ from jaxllm.posttrain.rollout_batch import (
     rows_needed,
     with_advantages,
 )
-from jaxllm.posttrain.rollout_queue import RolloutQueue
-from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, derived_seed, one_device
+from jaxllm.posttrain.rollout_queue import QueuedBatch, RolloutQueue
+from jaxllm.posttrain.rollouts import Rollout, RolloutEngine, Sampling, derived_seed, rollout_mesh, sampled
 from jaxllm.text import ChatTemplate, Tokenizer
 from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.loop import TrainResult, train
@@ -160,44 +160,55 @@ class RolloutFeed:
     @contextlib.contextmanager
     def batches(self, run: Run, first: int, params: Callable[[], Any]) -> Iterator[Iterator[tuple[int, Any]]]:
         """Context manager with an iterator over (step, batch on the devices), from step ``first`` on."""
-        longest = self.source.longest + self.config.rollout.max_tokens
         model = base_model(self.config)
         merge = jax.jit(lambda params: merge_adapters(run.model, params)) if self.config.adapter else lambda x: x
-        mesh = None if one_device(run.mesh) else run.mesh
+        mesh = rollout_mesh(self.config.rollout.mesh, run.mesh)
         with jax.set_mesh(run.mesh):
             weights = merge(params())
         self.engine = engine = RolloutEngine(
-            model, weights, self.tokenizer, mesh, longest, self.config.rollout.max_sequences
+            model, weights, self.tokenizer, mesh, self.longest, self.config.rollout.max_sequences
         )
         engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
-        file = run.directory.path / EPISODES if run.directory.writes else None
-        log = EpisodeLog(file, first, self.config.rollout.episodes)
+        log = self.log_of(run, first)
 
         def swap() -> None:
             with jax.set_mesh(run.mesh):
                 engine.swap(merge(params()))
 
         ahead = self.config.rollout.max_staleness
-        with RolloutQueue(swap, self.rollout_step, ahead, self.config.steps) as queue:
+        with RolloutQueue(swap, lambda step: engine.run(self.rollouts(step)), ahead, self.config.steps) as queue:
             yield self._each(run, first, queue, log)
 
     def _each(self, run: Run, first: int, queue: RolloutQueue, log: EpisodeLog) -> Iterator[tuple[int, Any]]:
         for step in itertools.count(first):
             found = queue.next(step)
-            rollouts: StepRollouts = found.batch
-            log.write(step + 1, rollouts.groups)
-            self._metrics[step + 1] = rollouts.metrics | {
-                "swap_seconds": found.swap_seconds,
-                "rollout_seconds": found.rollout_seconds,
-                "rollout_wait": found.waited,
-            }
-            yield step, run.put_batch(rollouts.batch)
+            yield step, run.put_batch(self.logged(step, found.batch, found, log))
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its completion."""
+        return self.source.longest + self.config.rollout.max_tokens
+
+    def log_of(self, run: Run, first: int) -> EpisodeLog:
+        """Log of a run's episodes, from step ``first`` on."""
+        file = run.directory.path / EPISODES if run.directory.writes else None
+        return EpisodeLog(file, first, self.config.rollout.episodes)
+
+    def logged(self, step: int, rollouts: StepRollouts, queued: QueuedBatch, log: EpisodeLog) -> Batch:
+        """Batch of a step's rollouts, whose episodes and metrics are logged."""
+        log.write(step + 1, rollouts.groups)
+        self._metrics[step + 1] = rollouts.metrics | {
+            "swap_seconds": queued.swap_seconds,
+            "rollout_seconds": queued.rollout_seconds,
+            "rollout_wait": queued.waited,
+        }
+        return rollouts.batch
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the rollouts of step ``step``, counted from 1; given out once."""
         return self._metrics.pop(step, {})
 
-    def rollout_step(self, step: int) -> StepRollouts:
+    def rollouts(self, step: int) -> Sampling[StepRollouts]:
         """Samples and judges the rollouts of a step, and packs them.
 
         Raises:
@@ -208,7 +219,7 @@ class RolloutFeed:
         dropped, seen = 0, []
         attempts = self.source.attempts
         for attempt in range(attempts):
-            found = self._groups(step, attempt)
+            found = yield from self._groups(step, attempt)
             seen += [one for group in found for one in group]
             informative = [group for group in found if is_informative(group)]
             if not self.algorithm.dynamic:
@@ -231,19 +242,18 @@ class RolloutFeed:
         batch = rollout_batch(episodes, self.algorithm, data.batch_size, data.seq_len, largest)
         return StepRollouts(batch, groups, metrics)
 
-    def _groups(self, step: int, attempt: int) -> list[list[Episode]]:
+    def _groups(self, step: int, attempt: int) -> Sampling[list[list[Episode]]]:
         """Episodes of the prompts of one attempt at a step."""
-        assert self.engine is not None
         rollout, seed = self.config.rollout, derived_seed(self.config.seed, step, attempt)
         prompts: list[Prompt] = self.source.prompts_at(step, attempt)
         count = rollout.group * self.algorithm.oversample
-        sampled: list[list[Rollout]]
+        rollouts: list[list[Rollout]]
         if self.episodes is None:
-            sampled = self.engine.sample(prompts, count, rollout.max_tokens, seed)
+            rollouts = yield from sampled(prompts, count, rollout.max_tokens, seed)
         else:
-            sampled = self.episodes.sample(self.engine, prompts, count, seed)
+            rollouts = yield from self.episodes.sample(prompts, count, seed)
         found = []
-        for place, group in enumerate(sampled):
+        for place, group in enumerate(rollouts):
             judgements = [self._judge(one) for one in group]
             own = derived_seed(seed, place, 1)
             found.append(judged_group(group, judgements, self.algorithm, rollout.group, rollout.max_tokens, own))

@@ -1,23 +1,39 @@
-"""Rollouts: completions by the engine, each token with its log-probability under the policy that sampled it."""
+"""Rollouts: completions by the engine, each token with its log-probability under the policy that sampled it.
+
+What a policy samples in a step is a generator that yields requests and is sent their completions, so that one engine
+can serve those of several policies at once, each with an adapter of its own, without threads.
+"""
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from jaxllm.config import ConfigError
 from jaxllm.files import cache_root
 from jaxllm.infer.engine import sequence as engine_sequence
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.models import Functional
+from jaxllm.peft.adapter import Adapter
 from jaxllm.posttrain.prompts import Prompt
 from jaxllm.text import Tokenizer
+from sharding import MeshSpec
+
+Requests = Sequence[tuple[Sequence[int], SamplingParams]]
+"""Prompts, each with its sampling parameters."""
+Completions = list[list[engine_sequence.Sequence]]
+"""Completions of each prompt of ``Requests``, all ended."""
+Found = TypeVar("Found")
+Sampling = Generator[Requests, Completions, Found]
+"""Sampling of a policy: yields the requests that it needs next, is sent their completions, returns what it found."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +82,21 @@ class RolloutEngine:
         mesh: mesh to sample on; None: one device.
         longest: most tokens of a prompt and its completion.
         max_sequences: completions at a time.
+        adapters: number of policies that are adapters of the weights; 0: the weights are the policy.
+        rank: largest rank of these.
     """
 
     def __init__(
-        self, model: Functional, params: Any, tokenizer: Tokenizer, mesh: Any, longest: int, max_sequences: int
+        self,
+        model: Functional,
+        params: Any,
+        tokenizer: Tokenizer,
+        mesh: Any,
+        longest: int,
+        max_sequences: int,
+        *,
+        adapters: int = 0,
+        rank: int = 1,
     ):
         page = 32
         budget = max(64, max_sequences)
@@ -82,6 +109,8 @@ class RolloutEngine:
             samplers=("full",),
             pages=max_sequences * -(-(longest + 1) // page) + 1,
             top_logprobs=1,
+            adapter_slots=adapters,
+            adapter_rank=rank,
         )
         kept = cache_root("") / "engine"
         self.engine = Engine.of(model, params, sizes, tokenizer=tokenizer, mesh=mesh, manifest=kept, strict=True)
@@ -90,42 +119,78 @@ class RolloutEngine:
         """Replaces the weights; nothing is compiled."""
         self.engine.swap(params)
 
-    def sample(self, prompts: list[Prompt], count: int, max_tokens: int, seed: int) -> list[list[Rollout]]:
-        """``count`` rollouts of each prompt.
+    def swap_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Replaces the adapters of policies, by name; the weights stay, and nothing is compiled."""
+        self.engine.swap(adapter=adapters)
+        self.engine.version += 1
+
+    def run(self, sampling: Sampling[Found]) -> Found:
+        """Result of a policy's sampling, with the weights as they are."""
+        return self.run_together({None: sampling})[None]
+
+    def run_together(self, samplings: Mapping[str | None, Sampling[Found]]) -> dict[str | None, Found]:
+        """Result of each policy's sampling; their requests share the engine's steps.
+
+        Which requests share a step depends on the requests alone, and not on how long rewards or environments take.
 
         Args:
-            prompts: of a step.
-            count: completions of each.
-            max_tokens: largest length of a completion.
-            seed: RNG seed of the step; each completion has its own, which depends on the seed and its place alone.
+            samplings: by the name of the policy's adapter; None: the weights as they are.
         """
-        requests = [
-            (prompt.ids, SamplingParams(max_tokens=max_tokens, logprobs=0, n=count, seed=derived_seed(seed, place)))
-            for place, prompt in enumerate(prompts)
-        ]
-        return [
-            [
-                Rollout(
-                    prompt,
-                    tuple(sequence.tokens[len(prompt.ids) :]),
-                    tuple(sequence.logprobs),
-                    tuple(sequence.versions),
-                    sequence.text,
-                    str(sequence.finish),
-                )
-                for sequence in sequences
-            ]
-            for prompt, sequences in zip(prompts, self.complete(requests), strict=True)
-        ]
+        found: dict[str | None, Found] = {}
+        running: dict[str | None, list[engine_sequence.Request]] = {}
 
-    def complete(
-        self, requests: Sequence[tuple[Sequence[int], SamplingParams]]
-    ) -> list[list[engine_sequence.Sequence]]:
-        """Completions of prompts, each with its own parameters, once all have ended."""
-        running = [self.engine.submit(ids, params) for ids, params in requests]
-        while any(sequence.finish is None for request in running for sequence in request.sequences):
-            self.engine.step()
-        return [list(request.outputs) for request in running]
+        def go_on(name: str | None, completions: Completions | None) -> None:
+            """Gives a policy the completions that it waits for, and submits what it asks for next."""
+            sampling = samplings[name]
+            try:
+                requests = next(sampling) if completions is None else sampling.send(completions)
+            except StopIteration as end:
+                found[name] = end.value
+                return
+            running[name] = [self.engine.submit(ids, params, adapter=name) for ids, params in requests]
+
+        for name in samplings:
+            go_on(name, None)
+        while running:
+            ended = [name for name, requests in running.items() if all(map(_has_ended, requests))]
+            for name in ended:
+                go_on(name, [list(request.outputs) for request in running.pop(name)])
+            if not ended:
+                self.engine.step()
+        return found
+
+
+def sampled(prompts: list[Prompt], count: int, max_tokens: int, seed: int) -> Sampling[list[list[Rollout]]]:
+    """``count`` rollouts of each prompt, of one turn.
+
+    Args:
+        prompts: of a step.
+        count: completions of each.
+        max_tokens: largest length of a completion.
+        seed: RNG seed of the step; each completion has its own, which depends on the seed and its place alone.
+    """
+    completions = yield [
+        (prompt.ids, SamplingParams(max_tokens=max_tokens, logprobs=0, n=count, seed=derived_seed(seed, place)))
+        for place, prompt in enumerate(prompts)
+    ]
+    return [
+        [
+            Rollout(
+                prompt,
+                tuple(sequence.tokens[len(prompt.ids) :]),
+                tuple(sequence.logprobs),
+                tuple(sequence.versions),
+                sequence.text,
+                str(sequence.finish),
+            )
+            for sequence in sequences
+        ]
+        for prompt, sequences in zip(prompts, completions, strict=True)
+    ]
+
+
+def _has_ended(request: engine_sequence.Request) -> bool:
+    return all(sequence.finish is not None for sequence in request.sequences)
 
 
 def derived_seed(*parts: int) -> int:
@@ -133,6 +198,24 @@ def derived_seed(*parts: int) -> int:
     return zlib.crc32(np.asarray(parts, np.int64).tobytes()) % SEEDS
 
 
-def one_device(mesh: jax.sharding.Mesh) -> bool:
-    """Whether a mesh has one device, on which an engine needs no mesh."""
-    return mesh.size == 1
+def rollout_mesh(text: str, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:
+    """Mesh that rollouts are sampled on; None for one device, on which an engine needs no mesh.
+
+    Args:
+        text: axes such as ``tensor=2``, over the first devices of ``mesh``; empty: ``mesh`` itself.
+        mesh: of the training step.
+
+    Raises:
+        ConfigError: it has more devices than ``mesh``.
+        ShardingError: it cannot be parsed, or leaves a size open that does not divide.
+    """
+    if not text:
+        return None if mesh.size == 1 else mesh
+    spec = MeshSpec.parse(text)
+    count = math.prod(size for _, size in spec.axes)
+    if not 0 < count <= mesh.size:
+        raise ConfigError(
+            f'rollout.mesh = "{text}" has {count} devices, and the run has {mesh.size}: rollouts are sampled on the '
+            "devices of the run, or on some of them; give every axis a size, and fewer devices."
+        )
+    return None if count == 1 else spec.build(list(mesh.devices.flat[:count]))

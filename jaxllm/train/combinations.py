@@ -389,6 +389,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "set ema.decay to 0",
     ),
     Refusal(
+        "update of the next step",
+        "trainable subset",
+        "updates of the parameters of all layers are streamed",
+        "set host.params to false",
+    ),
+    Refusal(
+        "update of the next step",
+        "adapter",
+        "updates of the parameters of all layers are streamed",
+        "set host.params to false",
+    ),
+    Refusal(
         "rollback", "checkpoints in memory", "a rollback restores checkpoints on disk", "set checkpoint.memory to None"
     ),
     Refusal(
@@ -486,6 +498,12 @@ REFUSALS: tuple[Refusal, ...] = (
         TOGETHER,
         "layerwise optimizer",
         "the optimizer updates layers while it computes gradients, which are taken for all runs at once",
+        "choose another optimizer",
+    ),
+    Refusal(
+        TOGETHER,
+        "averaging optimizer",
+        "it takes gradients at another point, which each run has by itself",
         "choose another optimizer",
     ),
     Refusal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from jaxllm.checkpoint import CheckpointConfig
 from jaxllm.config import runtime_only
@@ -93,6 +94,9 @@ class RunConfig:
     eval_every: int = runtime_only(0)
     observe: ObserveConfig = field(default_factory=ObserveConfig, metadata={"runtime_only": True})
     out: str = runtime_only("runs")
+
+    own_together: ClassVar[tuple[str, ...]] = ()
+    """Further settings in which runs of this kind may differ when they are trained together."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("accumulate", 1), ("log_every", 1), ("eval_every", 0)):

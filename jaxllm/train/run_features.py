@@ -191,6 +191,10 @@ FEATURES: dict[str, Feature] = {
     ),
     # Host
     "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
+    "update of the next step": Feature(
+        lambda run, _: run.optim.spec.deferred and run.host.params,
+        lambda run: f'host.params with optim.kind = "{run.optim.kind}"',
+    ),
     "parameter offload": Feature(lambda run, _: run.host.params, lambda run: "host.params"),
     "updates on the host": Feature(
         lambda run, _: run.host.optimizer and run.host.device_every > 1,

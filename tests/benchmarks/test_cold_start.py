@@ -29,3 +29,6 @@ def test_figures_hold_what_is_asked():
         for kind, most in zip(("cold", "warm"), asked, strict=True):
             assert sorted(seconds for seconds, _ in found["rounds"][way][kind])[1] < most
     assert all(one["late"] == 0 for kind in found["programs"].values() for one in kind)
+    for kind, programs in found["programs"].items():
+        for (ready, _), one in zip(found["rounds"]["serve"][kind], programs, strict=True):
+            assert one["seconds"] > ready  # all programs, not the first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,20 @@ def test_targets_are_matched_as_peft_does() -> None:
         assert module_targets(config, names) == {names[i] for i in wanted}, config
     assert pattern_value({"q_proj": 2, ".*mlp.*": 3}, names[0], 8) == 2
     assert pattern_value({"q_pro": 2}, names[0], 8) == 8
+
+
+def test_a_file_of_rank_1_is_below_a_hundredth_of_its_base(tmp_path: Path) -> None:
+    """Handing over adapters is cheap (MinT, arXiv:2605.13779), for SmolLM2's sizes."""
+    source = LLAMA | {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "torch_dtype": "float32",
+    }  # fmt: skip
+    model = functional(decoder_config(source))
+    shapes = {path: factor_shapes(one, 1) for path, one in model.linears().items()}
+    factors = {p: LowRank(np.ones(a, np.float32), np.ones(b, np.float32), 1.0) for p, (a, b) in shapes.items()}
+    write_peft(tmp_path / "one", Adapter("lora", factors, dict.fromkeys(factors, (1,) * 30)), model, source)
+    size = sum(file.stat().st_size for file in (tmp_path / "one").iterdir())
+    whole = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(model.abstract()))
+    exact = sum(a.size + b.size for a, b in ((one.a, one.b) for one in factors.values())) * 4
+    assert exact < size < 0.01 * whole
+    assert size < exact + 60_000  # names and settings

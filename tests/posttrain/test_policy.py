@@ -21,8 +21,9 @@ from jaxllm.posttrain.prompts import Prompt, load_prompts
 from jaxllm.posttrain.rewards import RewardTerm, find_rewards, judge
 from jaxllm.posttrain.rollout_batch import Episode, Judgement, is_informative, judged_group, rollout_batch
 from jaxllm.posttrain.rollout_queue import RolloutQueue
-from jaxllm.posttrain.rollouts import Rollout
+from jaxllm.posttrain.rollouts import Rollout, rollout_mesh
 from jaxllm.text import ChatTemplate
+from sharding import MeshSpec
 from tests.posttrain import tiny_policy
 from tests.posttrain.tiny_policy import policy_run
 
@@ -233,3 +234,17 @@ def test_rollouts_are_never_staler_than_the_bound(ahead):
         with pytest.raises(RuntimeError, match="no reward"):
             list(map(queue.next, range(9 - ahead, 11)))
     assert len(sampled) == len(set(sampled))
+
+
+def test_meshes_of_rollouts():
+    """The run's own mesh, or its first devices; none for one device."""
+    mesh = MeshSpec.parse("data=2,fsdp=4").build()
+    assert rollout_mesh("", mesh) is mesh
+    assert rollout_mesh("tensor=1", mesh) is None
+    found = rollout_mesh("data=2,tensor=2", mesh)
+    assert found is not None
+    assert dict(found.shape) == {"data": 2, "tensor": 2}
+    assert set(found.devices.flat) == set(mesh.devices.flat[:4])
+    for text in ("tensor=16", "tensor=-1"):
+        with pytest.raises(ConfigError, match=rf'rollout.mesh = "{text}" has -?\d+ devices, and the run has 8'):
+            rollout_mesh(text, mesh)

@@ -26,6 +26,11 @@ def small_bytes(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     return sum(ord(x) < 128 for x in completion) / max(len(completion), 1)
 
 
+def large_bytes(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Share of a completion's characters that are not ASCII."""
+    return 1.0 - small_bytes(prompt, completion, row) if completion else 0.0
+
+
 def raises(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
     """A reward function that fails."""
     raise KeyError("no such answer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import datetime
 import functools
+import gc
 import itertools
 import multiprocessing
 import time
@@ -176,6 +177,7 @@ def work(issue: str, name: str, seed: int, index: int, seen: list[str]) -> Unit:
     unit = harness.run_unit(proof, seed, index, seen=seen)
     if proof.kind != "seeds":
         jax.clear_caches()  # every example has shapes of its own: their programs would pile up
+        gc.collect()  # those that engines hold, which are in cycles
     return unit
 
 

@@ -138,6 +138,7 @@ SETTINGS: dict[str, Setting] = {
     "norms by layer": lambda run: dataclasses.replace(run, observe=dataclasses.replace(run.observe, layers_every=1)),
     "optimizer offload": _run(host=HostConfig(optimizer=True)),
     "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
+    "update of the next step": _all(_optim(kind="mezo"), _run(host=HostConfig(params=True))),
     "parameter offload": _run(host=HostConfig(params=True)),
     "overlapped saves": lambda run: dataclasses.replace(
         run, checkpoint=dataclasses.replace(run.checkpoint, saving="overlapped")

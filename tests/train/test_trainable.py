@@ -204,7 +204,9 @@ def test_what_cannot_be_is_refused_by_name():
     assert "trainable: 'atention' matches no parameter. Did you mean 'attention'?" in wrong
     assert "a role (embedding, gain, matrix), a name (attention, " in wrong
     rate = ScheduleConfig("constant")
-    assert "the optimizer updates all parameters" in refused(optim=OptimConfig(rate, kind="mezo", clip_norm=None))
+    assert "the optimizer updates all parameters" in refused(optim=OptimConfig(rate, kind="compact"))
+    mezo = OptimConfig(rate, kind="mezo", clip_norm=None)
+    assert "updates of the parameters of all layers are streamed" in refused(optim=mezo, host=HostConfig(params=True))
     assert "set host.optimizer to false" in refused(host=HostConfig(optimizer=True))
     moe = tiny.decoder(dtype="float32", kv_heads=4, moe=(4, 2, 8, True))
     block = moe.pattern[0]
@@ -218,7 +220,7 @@ def test_what_cannot_be_is_refused_by_name():
     fitting_mesh(config, functional(config.model), 8)
 
 
-@pytest.mark.parametrize("kind", ["sophia", "lomo", "adalomo"])
+@pytest.mark.parametrize("kind", ["sophia", "lomo", "adalomo", "schedule_free"])
 def test_steps_of_their_own_update_the_subset(kind):
     """The chosen parameters move as they do when all are trained; the others keep every bit, and have no state."""
     optim = OptimConfig(ScheduleConfig("constant"), kind=kind, clip_norm=None, weight_decay=0.1)

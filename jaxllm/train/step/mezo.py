@@ -17,7 +17,8 @@ import optax
 from jaxtyping import Array, Float
 
 import sharding
-from jaxllm.models import Functional, Segments
+from jaxllm.models import Functional
+from jaxllm.models.param_subset import merge, select
 from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
 from jaxllm.train.step.loss import permute_sequence
 from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums
@@ -35,6 +36,7 @@ def mezo_update(
     z_loss: float = 0.0,
     layout: Layout = "contiguous",
     objective: HeadObjective | None = None,
+    trainable: Any = None,
 ) -> LayerwiseUpdate:
     """Function ``(state, batch) -> LayerwiseResult`` of MeZO; the reported loss is the mean of the two forward passes.
 
@@ -45,6 +47,7 @@ def mezo_update(
         z_loss: weight of the z-loss of the cross-entropy, the objective if none is given.
         layout: which tokens of a row each device gets.
         objective: the loss, of the final hidden states.
+        trainable: subset of the parameters that is perturbed and updated, a tree of booleans; None: all.
     """
     objective = CrossEntropyObjective(z_loss) if objective is None else objective
     segments = {str(s): (len(group), repeats) for s, (group, repeats) in enumerate(model.config.segments)}
@@ -54,21 +57,23 @@ def mezo_update(
         key = jax.random.fold_in(state.rng, state.step)
         with sharding.use_rules(model.rules):
             batch = permute_sequence(batch, layout)
-        context = Segments(batch.segment_ids, layout)
+        context = model.training_context(batch.segment_ids, layout)
+        trained = select(trainable, params)
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch), 1).astype(dtype)
 
         def loss(epsilon: Array) -> LossSums:
-            def perturbed(own: Any, name: str, number: Any = 0) -> Any:
+            def perturbed(own: Any, whole: Any, name: str, number: Any = 0) -> Any:
                 z = random_direction(key, own, name, number)
-                return jax.tree.map(lambda p, z: p + (epsilon * z).astype(p.dtype), own, z)
+                return merge(jax.tree.map(lambda p, z: p + (epsilon * z).astype(p.dtype), own, z), whole)
 
-            ends = {name: perturbed(params[name], name) for name in ("embedding", "head")}
+            ends = {name: perturbed(trained[name], params[name], name) for name in ("embedding", "head")}
             x, first = model.embed(ends, batch.tokens, batch.positions), 0
             for s, (size, repeats) in segments.items():
 
                 def layer(x: Array, number: Array, s: str = s, size: int = size, first: int = first) -> Any:
-                    own = perturbed(layer_slice(params["segments"][s], number), s, number)
+                    own, whole = (layer_slice(tree["segments"][s], number) for tree in (trained, params))
+                    own = perturbed(own, whole, s, number)
                     own = jax.tree.map(lambda p: p[0], own)
                     return model.group(int(s), own, x, batch.positions, first + number * size, context)[0], None
 
@@ -87,7 +92,8 @@ def mezo_update(
         new: dict[str, Any] = {"segments": {}}
         opt_state["segments"], norms = dict(opt_state["segments"]), jnp.zeros(3, dtype)
         for name in ("embedding", "head"):
-            new[name], opt_state[name], more = apply(rules[name], params[name], opt_state[name], name)
+            own, opt_state[name], more = apply(rules[name], trained[name], opt_state[name], name)
+            new[name] = merge(own, params[name])
             norms += more
         for s, (_, repeats) in segments.items():
             before = opt_state["segments"][s]
@@ -102,8 +108,9 @@ def mezo_update(
                     norms + more,
                 ), None
 
-            carry, _ = jax.lax.scan(layer, (params["segments"][s], before, norms), jnp.arange(repeats, dtype=jnp.int32))
-            new["segments"][s], opt_state["segments"][s], norms = carry
+            carry = trained["segments"][s], before, norms
+            (own, opt_state["segments"][s], norms), _ = jax.lax.scan(layer, carry, jnp.arange(repeats, dtype=jnp.int32))
+            new["segments"][s] = merge(own, params["segments"][s])
         sums = jax.tree.map(lambda x: jnp.mean(x, axis=0), both)._replace(items=objective.items(batch))
         return LayerwiseResult(sums, new, opt_state, *jnp.sqrt(norms), extras={})
 

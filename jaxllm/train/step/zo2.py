@@ -21,9 +21,11 @@ from jaxtyping import Array, Bool, Float
 
 import sharding
 from jaxllm.models import Functional, Segments
+from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks
 from jaxllm.optim.build import layerwise_parts
 from jaxllm.train.config import RunConfig
+from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.lomo import LayerwiseResult, LayerwiseUpdate, layer_slice, set_layer_slice
 from jaxllm.train.step.loss import permute_sequence
 from jaxllm.train.step.mezo import PERTURBATION, apply_direction, mezo_update, random_direction
@@ -50,11 +52,12 @@ class PendingUpdate(NamedTuple):
 
 def zo2_hooks(run: RunConfig, model: Functional) -> StepHooks:
     """Step hooks of MeZO: of ZO2 where the parameters are in host memory, else of MeZO's own step."""
-    parts = layerwise_parts(run.optim, run.steps, model.logical_axes())
+    trainable = trained_params(run, model)
+    parts = layerwise_parts(run.optim, run.steps, select(trainable, model.logical_axes()))
     objective: Any = make_objective(run.objective, run.z_loss)
     shared: dict[str, Any] = {"objective": objective, "layout": run.parallel.layout}
     if not run.host.params:
-        return StepHooks(update=mezo_update(model, parts, **shared))
+        return StepHooks(update=mezo_update(model, parts, **shared, trainable=trainable))
     return StepHooks(update=zo2_update(model, parts, **shared), settle=settle(model, parts))
 
 

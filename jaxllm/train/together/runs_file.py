@@ -12,7 +12,7 @@ from jaxllm.config import ConfigError, differences, from_dict, to_dict
 from jaxllm.train.config import RunConfig
 
 MAY_DIFFER = ("name", "seed", "data", "optim", "spikes")
-"""Settings in which runs that are trained together may differ, with the settings in them."""
+"""Settings in which runs that are trained together may differ, with the settings in them; kinds of runs have more."""
 SHAPES = ("data.batch_size", "data.seq_len")
 """Settings in these that they share."""
 
@@ -41,8 +41,13 @@ def read_runs(config: RunConfig, file: Path) -> tuple[RunConfig, ...]:
     return tuple(runs)
 
 
+def may_differ(config: RunConfig) -> tuple[str, ...]:
+    """Settings in which runs of this kind may differ when they are trained together."""
+    return MAY_DIFFER + config.own_together
+
+
 def check_alike(runs: Sequence[RunConfig]) -> None:
-    """Checks that runs can be trained together: several, with names of their own, alike but for ``MAY_DIFFER``.
+    """Checks that runs can be trained together: several, with names of their own, alike but for ``may_differ``.
 
     Raises:
         ConfigError: names the runs, the setting, and the settings that may differ.
@@ -52,13 +57,13 @@ def check_alike(runs: Sequence[RunConfig]) -> None:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ConfigError(f"runs that are trained together have the names {', '.join(names)}; give each its own.")
-    first = runs[0]
+    first, own = runs[0], may_differ(runs[0])
     for run in runs[1:]:
         for found in differences(first, run):
-            if found.path in SHAPES or found.path.split(".")[0] not in MAY_DIFFER:
+            if found.path in SHAPES or found.path.split(".")[0] not in own:
                 raise ConfigError(
                     f"{first.name} and {run.name} are trained together and differ in {found}. They share one step, and "
-                    f"may differ in {', '.join(MAY_DIFFER)} alone, but not in {', '.join(SHAPES)}. Set it for "
+                    f"may differ in {', '.join(own)} alone, but not in {', '.join(SHAPES)}. Set it for "
                     "both, or train them one after the other."
                 )
 

@@ -8,15 +8,16 @@ The published systems that batch the adapters of several jobs over one base: Mix
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from jaxllm.config import ConfigError
-from jaxllm.data import Prefetcher
+from jaxllm.data import Dataset, Prefetcher
 from jaxllm.models.param_subset import merge
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
@@ -66,14 +67,41 @@ class Member(NamedTuple):
     evaluate: Evaluator | None
 
 
-def train_together(configs: Sequence[RunConfig]) -> tuple[TrainResult, ...]:
+@runtime_checkable
+class JointFeed(Protocol):
+    """Batches of runs that depend on their parameters, such as rollouts of policies (``loop.BatchFeed`` of one run)."""
+
+    def batches(
+        self, runs: Sequence[Run], base: Any, first: int, params: Callable[[], Sequence[Any]]
+    ) -> contextlib.AbstractContextManager[Sequence[Iterator[tuple[int, Any]]]]:
+        """Context manager with an iterator over (step, batch on the devices) for each run.
+
+        Args:
+            runs: their data sources have blank batches of the same shapes.
+            base: the parameters that they share.
+            first: step of the first batches.
+            params: returns the parameters of each run after the steps so far, without the base, which the next step
+                donates; None for a run that has stopped by itself, whose batches are not read any more.
+        """
+        ...
+
+    def metrics(self, number: int, step: int) -> dict[str, float]:
+        """Metrics of the batch of step ``step``, counted from 1, of the run at ``number``, for the log."""
+        ...
+
+
+def train_together(
+    configs: Sequence[RunConfig], *, data: Sequence[Dataset] | None = None, feed: JointFeed | None = None
+) -> tuple[TrainResult, ...]:
     """Trains several runs with adapters of one base in one compiled step, or resumes them.
 
     Each run gets what ``train`` would give it: the gradients, the updates and the files. A run whose loss is not finite
     stops by itself, and the others continue. Signals stop all of them, as they do one run.
 
     Args:
-        configs: the runs, which differ in ``runs_file.MAY_DIFFER`` alone.
+        configs: the runs, which differ in ``runs_file.may_differ`` alone.
+        data: the data set of each, as for ``train``; None: those of the configurations.
+        feed: gives the batches instead of ``data``, which then say their shapes; None: none.
 
     Returns:
         the result of each; ``complete`` is False for one that stopped.
@@ -88,7 +116,8 @@ def train_together(configs: Sequence[RunConfig]) -> tuple[TrainResult, ...]:
     if not configs[0].init_from:
         raise ConfigError("runs that are trained together adapt one trained model; set init_from, such as smollm2.")
     initial = LoadedOnce(configs[0])
-    runs = [Run(config, init_model=initial.model) for config in configs]
+    sets = [None] * len(configs) if data is None else data
+    runs = [Run(config, data=own, init_model=initial.model) for config, own in zip(configs, sets, strict=True)]
     for run in runs:
         check_combinations(run.config, dict(run.mesh.shape), jax.default_backend(), also=(TOGETHER,))
     with contextlib.ExitStack() as stack:
@@ -109,7 +138,7 @@ def train_together(configs: Sequence[RunConfig]) -> tuple[TrainResult, ...]:
             members.append(Member(run, saver, recorder, evaluate))
             announce_run(run, recorder.view, first)
         stopping = stack.enter_context(stop_signals())
-        states, done, stopped = run_together(members, base, states, first, stopping)
+        states, done, stopped = run_together(members, base, states, first, stopping, feed)
         return tuple(
             _finished(member, with_base(state, base), done, stopping, trained=done > first, failed=failed)
             for member, state, failed in zip(members, states, stopped, strict=True)
@@ -152,7 +181,12 @@ def compile_joint_step(runs: Sequence[Run]) -> tuple[Any, float]:
 
 
 def run_together(
-    members: Sequence[Member], base: Any, states: tuple[TrainState, ...], first: int, stopping: list[int]
+    members: Sequence[Member],
+    base: Any,
+    states: tuple[TrainState, ...],
+    first: int,
+    stopping: list[int],
+    feed: JointFeed | None = None,
 ) -> tuple[tuple[TrainState, ...], int, list[bool]]:
     """Loop over joint steps, from step ``first`` until the last step, or a signal.
 
@@ -161,6 +195,7 @@ def run_together(
         base: the parameters that they share.
         states: of the runs after ``first`` steps, without the base.
         stopping: numbers of the signals received so far.
+        feed: see ``train_together``.
 
     Returns:
         the states, the number of steps done, and for each run whether it stopped by itself.
@@ -187,7 +222,8 @@ def run_together(
                 waiting.clear()
                 continue
             try:
-                values[i] = record_metrics(member.run, member.recorder, member.saver, *waiting.pop())
+                more = None if feed is None else functools.partial(feed.metrics, i)
+                values[i] = record_metrics(member.run, member.recorder, member.saver, *waiting.pop(), more=more)
             except (NonFiniteLossError, SpikesError) as error:
                 stopped[i] = True
                 member.recorder.events.write("failed", why=str(error).splitlines()[0])
@@ -218,8 +254,15 @@ def run_together(
         member.recorder.events.write("evaluated", step=done)
         member.recorder.start_clock()
 
+    def current_params() -> list[Any]:
+        return [None if ended else state.params for state, ended in zip(states, stopped, strict=True)]
+
     with contextlib.ExitStack() as stack:
-        feeds = [stack.enter_context(Prefetcher(one.run.batches, first, one.run.put_batch)) for one in members]
+        feeds: Sequence[Any]
+        if feed is None:
+            feeds = [stack.enter_context(Prefetcher(one.run.batches, first, one.run.put_batch)) for one in members]
+        else:
+            feeds = stack.enter_context(feed.batches([one.run for one in members], base, first, current_params))
         stack.enter_context(jax.set_mesh(leader.mesh))
         watchdog = stack.enter_context(watchdog_of(leader))
         timed = [one.recorder.timed_batches(feed, own) for one, feed, own in zip(members, feeds, pending, strict=True)]

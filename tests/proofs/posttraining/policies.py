@@ -222,7 +222,9 @@ class CheckedFeed(RolloutFeed):
         return contextlib.nullcontext(checked())
 
 
-@proof("posttraining", cases=["dp", "data=2,fsdp=2,tensor=2", "adapter"], sample=1, bound=1e-5)
+@proof(
+    "posttraining", cases=["dp", "data=2,fsdp=2,tensor=2", "adapter", "one device", "two devices"], sample=1, bound=1e-5
+)
 def rollouts_are_on_policy(case: str) -> float:
     """Largest difference at any token over 6 steps with a swap each; nothing is compiled after the first rollout.
 
@@ -236,6 +238,10 @@ def rollouts_are_on_policy(case: str) -> float:
                 adapter=AdapterConfig("lora", rank=4, targets=("attention", "mlp")),
                 objective=ObjectiveConfig("policy", ("kl=0.1",)),
             )  # fmt: skip
+        elif "device" in case:  # rollouts on some of the run's
+            config = policy_run(Path(name), steps=6)
+            mesh = {"one device": "data=1", "two devices": "data=2"}[case]
+            config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, mesh=mesh))
         else:
             config = policy_run(Path(name), steps=6, mesh=case)
         config = with_algorithm(config)
