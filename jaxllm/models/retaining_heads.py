@@ -9,7 +9,6 @@ Legend: L layers, B batch, S sequence, N query heads, K kv heads, H head dim, D 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,44 +71,6 @@ def new_heads(config: DecoderConfig, hidden: int, seed: int) -> RetainingHeads:
     up = jax.random.normal(jax.random.key(seed), (config.layers, wide, hidden)) / np.sqrt(wide)
     zeros = jnp.zeros((config.layers, hidden))
     return RetainingHeads(up, zeros, jnp.zeros((config.layers, hidden, kv)), jnp.zeros((config.layers, kv)))
-
-
-def save_heads(heads: RetainingHeads, path: Path) -> None:
-    """Writes retaining heads to a safetensors file."""
-    from safetensors.numpy import save_file
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: np.asarray(x, np.float32) for name, x in vars(heads).items()}, path)
-
-
-def load_heads(path: Path, config: DecoderConfig) -> RetainingHeads:
-    """Retaining heads of a model, as ``save_heads`` has written them.
-
-    Raises:
-        ValueError: the file is missing or not one of retaining heads, or they are for a model of other sizes.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    names = tuple(RetainingHeads.__dataclass_fields__)
-    try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"retaining heads: {path} cannot be read: {error}. `jaxllm train locret_smollm2` writes such a file."
-        ) from error
-    if sorted(found) != sorted(names):
-        raise ValueError(f"retaining heads: {path} has {sorted(found)}, not {sorted(names)}.")
-    wide, kv = input_dim(config), config.blocks[0].attention.kv_spec.kv_heads
-    hidden = found["up"].shape[-1]
-    legal = {"up": (wide, hidden), "up_bias": (hidden,), "down": (hidden, kv), "down_bias": (kv,)}
-    for name, shape in legal.items():
-        if found[name].shape != (config.layers, *shape):
-            raise ValueError(
-                f"retaining heads: {name} in {path} is {list(found[name].shape)}, and this model needs "
-                f"{[config.layers, *shape]}: train heads for it."
-            )
-    return RetainingHeads(**{name: jnp.asarray(found[name]) for name in names})
 
 
 @jax.tree_util.register_dataclass

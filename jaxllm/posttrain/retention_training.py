@@ -13,8 +13,9 @@ import optax
 
 from jaxllm.convert.load import load_model
 from jaxllm.data import load_dataset
+from jaxllm.infer.runner.retention.head_files import save_heads
 from jaxllm.models import Functional, Segments
-from jaxllm.models.retaining_heads import HeadTraining, RetainingHeads, new_heads, save_heads
+from jaxllm.models.retaining_heads import HeadTraining, RetainingHeads, new_heads
 from jaxllm.optim.build import optimizer
 from jaxllm.train import RunConfig, TrainResult
 

@@ -65,7 +65,7 @@ class ScoreRule(RetentionRule, Protocol):
 
     @property
     def reduce(self) -> Literal["max", "sum"]:
-        """How the values of several queries and query heads are combined."""
+        """Reduction of the values of several queries and query heads."""
         ...
 
     @property
@@ -74,13 +74,13 @@ class ScoreRule(RetentionRule, Protocol):
         ...
 
     def observe(self, weights: Float[Array, "*any S"], queries: Int[Array, "..."]) -> Float[Array, "*any S"]:
-        """What a query's softmax weights of S entries add to the scores of those; ``queries`` are positions."""
+        """Values that a query's softmax weights of S entries add to the scores of those; ``queries`` are positions."""
         ...
 
     def choose(
         self, scores: Float[Array, "K S"], entries: Int[Array, "K S"], used: Bool[Array, "K S"], length: Int[Array, ""]
     ) -> Bool[Array, "K S"]:
-        """Which entries stay when ``length`` tokens have been computed.
+        """Chooses the entries that stay when ``length`` tokens have been computed.
 
         Args:
             scores, entries: score and position of each slot's entry.

@@ -14,17 +14,10 @@ import pytest
 from jaxllm.data.batch import Batch
 from jaxllm.infer import SamplingParams
 from jaxllm.infer.runner.paged_cache import retention_rule
+from jaxllm.infer.runner.retention.head_files import load_heads, save_heads
 from jaxllm.infer.runner.retention.locret import Locret
 from jaxllm.models import functional
-from jaxllm.models.retaining_heads import (
-    RetainingHeads,
-    head_loss,
-    importance,
-    input_dim,
-    load_heads,
-    new_heads,
-    save_heads,
-)
+from jaxllm.models.retaining_heads import RetainingHeads, head_loss, importance, input_dim, new_heads
 from jaxllm.posttrain.retention_training import HeadsRunConfig, head_step
 from recipes.locret import locret_smollm2
 from tests.infer import engines, meshes
