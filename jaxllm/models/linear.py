@@ -54,6 +54,17 @@ class Weight(Protocol):
         ...
 
 
+@runtime_checkable
+class HeadwiseWeight(Protocol):
+    """Weight without a dense array, whose heads can be multiplied by themselves."""
+
+    def multiply_heads(
+        self, x: Float[Array, "B S N K"], columns: slice, out: LogicalAxes, *, transposed: bool
+    ) -> Float[Array, "B S N M"]:
+        """Matmul of each head's activations, see ``multiply_heads``."""
+        ...
+
+
 Wrap = Callable[["Array | Weight"], Weight]
 """Replaces the weights of a group of blocks while it is traced, such as by ones that save less for backward."""
 
@@ -182,6 +193,24 @@ def map_weights(params: dict[str, Any], paths: Sequence[tuple[str, ...]], fn: Ca
 def dense(weight: Array | Weight, dtype: jnp.dtype) -> Float[Array, "..."]:
     """Dense array of a gathered weight of any kind."""
     return weight if isinstance(weight, jax.Array) else weight.dense(dtype)
+
+
+def multiply_heads(
+    x: Float[Array, "B S N K"], weight: Array | Weight, columns: slice, out: LogicalAxes, *, transposed: bool = False
+) -> Float[Array, "B S N M"]:
+    """Matmul of each head's activations with that head's part of a gathered weight of any kind.
+
+    Args:
+        x: activations, of which each head has its own.
+        weight: ``[C, N, H]``.
+        columns: which of H are used.
+        out: logical axes of the result.
+        transposed: from H to C instead of from C to H.
+    """
+    if isinstance(weight, HeadwiseWeight):
+        return weight.multiply_heads(x, columns, out, transposed=transposed)
+    part = dense(weight, x.dtype)[..., columns]
+    return sharding.einsum("bsnh,cnh->bsnc" if transposed else "bsnc,cnh->bsnh", x, part, out=out)
 
 
 def matmul_by_expert(rows: Float[Array, "M D"], weight: Array | Weight, sizes: Int[Array, " E"]) -> Float[Array, "M F"]:

@@ -74,6 +74,18 @@ def test_a_mixed_batch_is_each_adapter_alone(engine, rng):
 
 
 @pytest.mark.drawn(0.2)
+def test_latent_attention_serves_adapters(float64, rng):
+    """An adapter beside the base; steps absorb the adapted up-projection of keys and values."""
+    engine = engines.build(dataclasses.replace(adapters.SIZES, decode_steps=1), "deepseek_v3", "float64")
+    engine.load_adapter("a0", drawn("deepseek_v3", 0, RANKS[0]))
+    prompt = rng.integers(0, engines.VOCAB, 21).tolist()
+    one, base = run(engine, (prompt, "a0"), (prompt, None))
+    assert engines.error("deepseek_v3", "float64", [one], merged("deepseek_v3", "float64", 0, RANKS[0])) < 1e-10
+    assert engines.error("deepseek_v3", "float64", [base], engines.params_of("deepseek_v3", "float64")) < 1e-10
+    assert abs(one.sequences[0].logprobs[0] - base.sequences[0].logprobs[0]) > 1e-3
+
+
+@pytest.mark.drawn(0.2)
 def test_drafts_are_verified_with_the_adapter(float64):
     """N-gram proposals in a batch of two adapters and the base: each is as that adapter alone."""
     sizes = dataclasses.replace(adapters.SIZES, verify_tokens=3, decode_steps=1)

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.linear import dense, gather
+from jaxllm.models.linear import dense, gather, multiply_heads
 from pallas_kernels.grouped_lora import AdapterTiles, grouped_lora, schedule_tiles
 from sharding import LogicalAxes
 
@@ -67,6 +67,30 @@ class AdaptedWeight:
         """Matmul with the base, plus each row through the factors of its adapter."""
         multiply = None if self.rows is None else self._multiply
         return sharding.project(x, dense(self.base, x.dtype), out, contract=contract, multiply=multiply)
+
+    def multiply_heads(
+        self, x: Float[Array, "B T N K"], columns: slice, out: LogicalAxes, *, transposed: bool
+    ) -> Float[Array, "B T N M"]:
+        """Matmul of each head's activations with its part of the base ``[C, N, H]``, plus those of the factors.
+
+        See ``jaxllm.models.linear.multiply_heads``; transposed, the right factors come first.
+        """
+        y = multiply_heads(x, dense(self.base, x.dtype), columns, out, transposed=transposed)
+        if self.rows is None:
+            return y
+
+        def local(x: Array, a: Array, b: Array, *rows: Array) -> Array:
+            tiles = AdapterTiles(*(array[0] for array in rows))
+
+            def one(x: Array, b: Array) -> Array:
+                return grouped_lora(x, *((b, a) if transposed else (a, b)), tiles)
+
+            heads = x.reshape(-1, *x.shape[2:]), b[..., columns]
+            more = jax.vmap(one, (1, 2), 1)(*heads)
+            return more.reshape(*x.shape[:-1], more.shape[-1])
+
+        there = None if jax.sharding.get_abstract_mesh().empty else jax.typeof(y).sharding.spec
+        return y + sharding.by_shard(local, x, self.a, self.b, *self.rows, out=there)
 
     def grouped_matmul(self, rows: Float[Array, "M D"], sizes: Int[Array, " E"]) -> Float[Array, "M F"]:
         """Experts have no adapters while serving.

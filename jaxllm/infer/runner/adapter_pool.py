@@ -56,9 +56,6 @@ class AdapterPool:
         params: its weights, layers stacked or apart.
         config: configuration of the engine, with ``adapter_slots``.
 
-    Raises:
-        ValueError: the model has layers that cannot be served with adapters.
-
     Attributes:
         slots: adapters that can be on the device.
         columns: pages of an adapter of the largest rank.
@@ -66,11 +63,6 @@ class AdapterPool:
     """
 
     def __init__(self, model: Functional, params: Any, config: EngineConfig):
-        if any(block.attention.kv_spec.latent for block in model.config.blocks):
-            raise ValueError(
-                "engine: adapter_slots does not go with multi-head latent attention, which multiplies with parts of "
-                "its projections: merge the adapter into the model, or leave adapter_slots at 0."
-            )
         self.slots, self.pages = config.adapter_slots, config.pages_of_adapters
         self.columns, self._most = config.adapter_columns, config.adapter_rank
         self._page_ranks = config.adapter_page_ranks

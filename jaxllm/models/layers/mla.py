@@ -25,7 +25,7 @@ from jaxllm.models.attention_context import AttentionContext, AttentionParams, K
 from jaxllm.models.layers.layer import AttentionLayer, MatmulInput
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
-from jaxllm.models.linear import Weight, dense, linear, project
+from jaxllm.models.linear import Weight, linear, multiply_heads, project
 from jaxllm.models.params import constant
 
 HEADS = ("batch", "seq", "act_heads", None)
@@ -267,14 +267,13 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
         """Multi-query attention over the latents; the up-projection is absorbed into the queries and the output."""
         config = self.config
-        whole = dense(up, plain.dtype)
-        to_keys, to_values = whole[..., : config.nope_dim], whole[..., config.nope_dim :]
+        to_keys, to_values = slice(None, config.nope_dim), slice(config.nope_dim, None)
         with jax.named_scope("absorb_k_up_proj"):
-            q = jnp.concatenate([sharding.einsum("bsnh,cnh->bsnc", plain, to_keys, out=HEADS), turned], axis=-1)
+            q = jnp.concatenate([multiply_heads(plain, up, to_keys, HEADS, transposed=True), turned], axis=-1)
         k = jnp.concatenate([latent[:, :, None], key], axis=-1)
         params = AttentionParams(config.attention_params.scale, latent=config.latent)
         with jax.named_scope("kernel"):
             out, ctx = ctx.attend(layer, q, k, None, positions, params)
         out = sharding.constrain(out, *HEADS)
         with jax.named_scope("absorb_v_up_proj"):
-            return sharding.einsum("bsnc,cnv->bsnv", out, to_values, out=HEADS), ctx
+            return multiply_heads(out, up, to_values, HEADS), ctx

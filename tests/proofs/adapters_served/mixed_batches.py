@@ -35,6 +35,12 @@ WAYS = [
     ("expert=2,tensor=2", "mixtral", "tight, swap"),
 ]
 """(mesh, model, way to serve)."""
+LATENT = [
+    ("", "deepseek_v3", "roomy"),
+    ("", "deepseek_v3", "layers apart"),
+    ("tensor=2", "deepseek_v3", "tight, swap"),
+    ("data=2,tensor=2", "deepseek_v3", "roomy"),
+]
 
 
 def built(mesh: str, model: str, way: str, **fields: Any) -> Engine:
@@ -50,6 +56,11 @@ def adapters_together_are_each_alone(case: tuple[str, str, str]) -> float:
 
     With prefixes, forks, preemption and cancellation; nothing is compiled meanwhile, and no slot or page is lost.
     """
+    return mixed_error(case)
+
+
+def mixed_error(case: tuple[str, str, str]) -> float:
+    """Largest error of random traffic by sixteen adapters and the base."""
     mesh, model, way = case
     engine, heard = built(mesh, model, way, adapter_slots=5), Compilations()
     for n, rank in enumerate(RANKS):
@@ -80,6 +91,19 @@ def collectives_of(engine: Engine) -> Counter[tuple[str, str, int]]:
             for one in collectives.read(program.compiled.as_text()).collectives:
                 found[name, one.kind, one.bytes] += one.count
     return found
+
+
+@proof("adapters_served", cases=LATENT, sample=1, float64=True, bound=1e-10)
+def latent_attention_too(case: tuple[str, str, str]) -> float:
+    """The same with multi-head latent attention, whose up-projection steps absorb into queries and outputs.
+
+    On meshes its steps have the collectives of an engine without slots.
+    """
+    if case[0]:
+        with_slots, without = (collectives_of(built(*case, adapter_slots=n)) for n in (4, 0))
+        assert with_slots == without
+        assert without
+    return mixed_error(case)
 
 
 @proof("adapters_served", cases=[w for w in WAYS if "tensor" in w[0]], sample=1, float64=True)
