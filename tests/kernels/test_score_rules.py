@@ -13,7 +13,7 @@ from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_sc
 from tests.kernels import paged_body
 
 LAYERS, LAYER, PAGE, COLUMNS, N, K, H = 2, 1, 4, 5, 4, 2, 4
-RULE = Corm(1.2, recent=3, interval=8)
+RULE = Corm(2.5, recent=3, interval=8)
 implementations = pytest.mark.parametrize("implementation", paged_body.PLAIN)
 
 
@@ -66,7 +66,7 @@ def test_entries_leave_by_their_scores(implementation, rng, float64):
 
     q, k, v = (rng.normal(size=(2, length, heads, H)) * scale for heads, scale in ((N, 2.0), (K, 1.0), (K, 1.0)))
     want = [oracle(*(x[r] for x in (q, k, v))) for r in range(2)]
-    assert any(len(kept[1][0]) < 13 for _, kept in want)
+    assert all(sum(map(len, kept[1])) < 16 * K for _, kept in want), "19 of the two evictions leave, give or take 2"
     own = np.split(rng.permutation(10).astype(np.int32), 2)
     done, evictions = [0, 0], [0, 0]
     while min(done) < length:
@@ -111,7 +111,7 @@ def test_scales_move_with_their_entries(encoding, rng):
     at = np.full((1, 6, K, 1, PAGE), -1, np.int32)
     at[0, [2, 0]] = np.arange(8).reshape(2, 1, 1, PAGE)
     data = rng.integers(-100, 100, zeros.data.shape).astype(zeros.data.dtype)
-    scores = rng.choice([0.0, 2.0], zeros.scores.shape).astype(np.float32)
+    scores = rng.choice([0.0, 3.0], zeros.scores.shape).astype(np.float32)
     pool = zeros._replace(
         data=jnp.asarray(data), positions=jnp.asarray(at), scores=jnp.asarray(scores),
         scales=None if zeros.scales is None else jnp.asarray(rng.random(zeros.scales.shape).astype(np.float32)),
