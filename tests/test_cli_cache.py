@@ -28,6 +28,10 @@ def test_eval_compares_caches(finished, capsys):
     assert "(1.000 of full)" in full
     assert packed.split()[0] == "int4"
     assert 0.1 < float(packed.split("(")[-1].split()[0]) < 0.4
+    assert run("eval", model, "--needle", "--max-len", "200", "--kv-keep", "corm:4,16,64") == 0
+    evicted = capsys.readouterr().out.strip().splitlines()[2]
+    assert evicted.split()[:2] == ["auto", "corm:4,16,64"]
+    assert 0.3 < float(evicted.split("(")[-1].split()[0]) < 1.0
     assert run("eval", model, "--needle", "--max-len", "40") == 2
     assert "no room for a pass key" in capsys.readouterr().err
 
@@ -63,6 +67,8 @@ def test_a_batch_in_tiers(finished, tmp_path, capsys):
     [
         (("chat", "smollm2", "--kv-keep", "oldest"), "legal: None, or a row of ('window+sinks'"),
         (("bench", "smollm2", "--kv-format", "kivi2", "--kv-keep", "window+sinks"), "does not go with retention"),
+        (("bench", "smollm2", "--kv-format", "kivi2", "--kv-keep", "corm:1"), "does not go with retention"),
+        (("serve", "smollm2", "--kv-keep", "locret"), "give locret:HEADS.safetensors"),
         (("generate", "smollm2", "--prompt", "x", "--kv-disk", "pages"), "--kv-disk is for --batch"),
         (("generate", "smollm2", "--prompt", "x", "--policy", "grouped"), "--policy is for --batch"),
         (("eval", "smollm2", "--kv-format", "int4"), "--kv-format and --kv-keep are for --needle and --tasks"),

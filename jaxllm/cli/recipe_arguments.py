@@ -177,17 +177,25 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
 def start_training(config: RunConfig) -> TrainResult:
     """Trains a run by the loop for its kind of configuration."""
-    from jaxllm.posttrain import PolicyRunConfig, train_policy
+    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig, train_heads, train_policy
     from jaxllm.train import train
 
+    if isinstance(config, HeadsRunConfig):
+        return train_heads(config)
     return train_policy(config) if isinstance(config, PolicyRunConfig) else train(config)
 
 
 def start_together(config: RunConfig, file: Path) -> int:
-    """Trains the runs of a file in one step; returns the exit status, 1 if a run stopped by itself."""
-    from jaxllm.posttrain import PolicyRunConfig, train_policies_together
+    """Trains the runs of a file in one step; returns the exit status, 1 if a run stopped by itself.
+
+    Raises:
+        UsageError: the recipe is one of retaining heads.
+    """
+    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig, train_policies_together
     from jaxllm.train import read_runs, train_together
 
+    if isinstance(config, HeadsRunConfig):
+        raise UsageError("--together: retaining heads are trained one after the other; leave it out.")
     runs = read_runs(config, file)
     policies = [run for run in runs if isinstance(run, PolicyRunConfig)]
     results = train_policies_together(policies) if policies else train_together(runs)

@@ -10,6 +10,7 @@ from jaxllm.convert.load import LoadedModel
 from jaxllm.data import corpus
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
 from jaxllm.infer.kv_cache_options import with_kv_cache
+from pallas_kernels.paged_attention.retention import by_scores
 
 MOST_TOKENS = 1024
 """Longest text that ``jaxllm eval --needle`` reads by default."""
@@ -26,7 +27,8 @@ class CacheQuality:
     Attributes:
         nll: mean negative log-likelihood of the tokens of a text, in nats.
         recall: share of pass keys that greedy decoding repeats.
-        sequence_bytes: bytes of the KV cache of one sequence of that length.
+        sequence_bytes: bytes of the KV cache of one sequence of that length; under a retention rule that chooses by
+            scores, the most that one of the texts held.
     """
 
     nll: float
@@ -57,10 +59,16 @@ def cache_quality(
     ids = llm.ids(corpus.path("heldout").read_text("utf-8")[: 8 * length * rows])
     if len(ids) < length * rows:
         raise ValueError(f"the held-out text has too few tokens for {rows} times {length}.")
-    made = llm.generate(
-        [ids[i * length : (i + 1) * length] for i in range(rows)], SamplingParams(max_tokens=1, prompt_logprobs=0)
-    )
-    nll = -float(np.mean([score for one in made for score, _ in one.prompt_scores]))
+    groups, page_size = llm.engine.runner.spec.groups, llm.engine.runner.spec.page_size
+    scores, held = [], 0
+    for first in range(0, rows * length, length):
+        request = llm.engine.submit(ids[first : first + length], SamplingParams(max_tokens=1, prompt_logprobs=0))
+        while llm.engine.busy:
+            llm.engine.step()
+            pages = zip(groups, llm.engine.scheduler.pages, strict=True)
+            held = max(held, sum((p.count - p.available) * group.page_bytes(page_size) for group, p in pages))
+        scores += [score for score, _ in request.text_scores]
+    nll = -float(np.mean(scores))
     rng, found = np.random.default_rng(0), 0
     question = llm.ids(_QUESTION, add_special_tokens=False)
     for depth in np.linspace(0.0, 1.0, needles):
@@ -73,5 +81,6 @@ def cache_quality(
         prompt = [*hay[:at], *needle, *hay[at:], *question]
         (answer,) = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0.0))
         found += key in answer.outputs[0].text
-    groups, page_size = llm.engine.runner.spec.groups, llm.engine.runner.spec.page_size
-    return CacheQuality(nll, found / needles, sum(group.sequence_bytes(length, page_size) for group in groups))
+    if not any(by_scores(group.rule) for group in groups):
+        held = sum(group.sequence_bytes(length, page_size) for group in groups)
+    return CacheQuality(nll, found / needles, held)

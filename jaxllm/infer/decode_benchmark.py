@@ -19,6 +19,7 @@ from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.models import DecoderConfig
+from pallas_kernels.paged_attention.retention import by_scores
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,17 @@ class DecodeBenchmark:
         """Tokens of the KV cache that a sequence reads halfway through: those that a retention rule keeps, or all."""
         half = self.prompt + self.tokens // 2
         rules = [group.rule for group in self.engine.runner.spec.groups if group.rule is not None]
+        if rules and by_scores(rules[0]) is not None:
+            return round(half * self.engine.metrics.kept_share)
         return rules[0].capacity(half) if rules else half
+
+    def show_retention(self) -> str:
+        """Line about the retention rule: entries that have stayed and left, and pages that came back."""
+        found = self.engine.retention_report()
+        return (
+            f"{found['rule']}: {found['kept_entries']:,} entries kept and {found['dropped_entries']:,} dropped "
+            f"({self.engine.metrics.kept_share:.0%} kept), {found['returned_pages']:,} pages returned"
+        )
 
     def run(self) -> DecodeMeasurement:
         """Measures greedy decoding of random prompts."""

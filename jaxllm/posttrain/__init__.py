@@ -1,4 +1,7 @@
-"""Reinforcement learning of language models: rollouts by the engine, rewards, advantages, and the policy's updates."""
+"""Reinforcement learning of language models: rollouts by the engine, rewards, advantages, and the policy's updates.
+
+Besides, the training of what the engine serves a model with: retaining heads of its KV cache.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +12,7 @@ if TYPE_CHECKING:
     from jaxllm.posttrain.policies_together import train_policies_together
     from jaxllm.posttrain.policy_config import PolicyRunConfig, RolloutConfig
     from jaxllm.posttrain.policy_training import train_policy
+    from jaxllm.posttrain.retention_training import HeadsRunConfig, train_heads
     from jaxllm.posttrain.rewards import REWARDS, RewardError
 
 __getattr__, __dir__ = lazy_exports(
@@ -18,6 +22,7 @@ __getattr__, __dir__ = lazy_exports(
         "jaxllm.posttrain.policies_together": ("train_policies_together",),
         "jaxllm.posttrain.policy_config": ("PolicyRunConfig", "RolloutConfig"),
         "jaxllm.posttrain.policy_training": ("train_policy",),
+        "jaxllm.posttrain.retention_training": ("HeadsRunConfig", "train_heads"),
         "jaxllm.posttrain.rewards": ("REWARDS", "RewardError"),
     },
 )
@@ -26,9 +31,11 @@ __all__ = [
     "ALGORITHMS",
     "REWARDS",
     "Algorithm",
+    "HeadsRunConfig",
     "PolicyRunConfig",
     "RewardError",
     "RolloutConfig",
+    "train_heads",
     "train_policies_together",
     "train_policy",
 ]

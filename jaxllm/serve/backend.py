@@ -231,6 +231,8 @@ def describe(engine: Engine) -> dict[str, Any]:
             "bytes": sum(x.nbytes for x in held),
             "token_bytes": runner.token_bytes,
         }
+    if engine.config.retention is not None:
+        out.setdefault("cache", {})["retention"] = engine.retention_report()
     if engine.page_store is not None:
         out.setdefault("cache", {})["tiers"] = engine.page_store.report()
     if leaves:

@@ -94,7 +94,7 @@ def cached_bytes(runner: Runner) -> dict[int | None, float]:
     for group, pool in zip(runner.spec.groups, runner.pools, strict=True):
         positions = pool.data.shape[1] * pool.data.shape[3]
         bytes_ = sum(x.nbytes for x in pool if x is not None)
-        out[group.window] = out.get(group.window, 0.0) + bytes_ / positions
+        out[group.window] = out.get(group.window, 0.0) + group.parts * bytes_ / positions
     return out
 
 

@@ -65,6 +65,7 @@ def paged_attention(
     decode_only: bool = False,
     retention: Retention | None = None,
     residual: Residual | None = None,
+    scores: Float[Array, "T K"] | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
     """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
@@ -97,6 +98,7 @@ def paged_attention(
         retention: retention rule, with which the pool has ``positions``, and slots are not in the order of positions;
             None: every token is kept.
         residual: ring buffers of the requests' latest tokens, where the pool's format encodes whole pages; else None.
+        scores: with a retention rule that chooses by scores: those that the tokens' entries begin with; None: zeros.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -127,7 +129,17 @@ def paged_attention(
     ints = (jnp.asarray(layer, jnp.int32), *(x.astype(jnp.int32) for x in (page_table, cu_q_lens, kv_lens)))
     columns = None if retention is None else retention.columns.astype(jnp.int32)
     rings = None if residual is None else Residual(*(x.astype(jnp.int32) for x in residual))
-    arrays = (q, pool.format.pack(k, v, pool.rows.dtype), pool.slots, sinks, columns, rings, *ints)
+    if scores is not None and pool.scores is None:
+        raise ValueError("paged_attention: scores belong to a pool with scores; see PagePool.zeros.")
+    arrays = (
+        q,
+        pool.format.pack(k, v, pool.rows.dtype)._replace(scores=scores),
+        pool.slots,
+        sinks,
+        columns,
+        rings,
+        *ints,
+    )
     axes = varying_axes(*jax.tree.leaves(arrays))
     widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
     q, new, slots, sinks, columns, rings, layer, *ragged = widened

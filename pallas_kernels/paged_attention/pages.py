@@ -10,7 +10,8 @@ C]: those of the key and of the value of each slot, with the slots of a page con
 a TPU.
 
 Where a retention rule drops tokens (``retention``), a slot's index does not determine its token's position. A third
-array [L, P, K, 1, C] then has the position of the token in each slot, -1 for none, for each kv head by itself.
+array [L, P, K, 1, C] then has the position of the token in each slot, -1 for none, for each kv head by itself. Where
+the rule chooses by scores, a fourth array of that shape has the score of each slot's entry.
 
 Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, Z scales of a slot, T tokens, H head dim
 of keys, V of values.
@@ -40,6 +41,8 @@ class Slots(NamedTuple):
         channels: of a pool whose pages are encoded as a whole, int32 [L, P, K, 1, H]: scale and minimum of each channel
             in a page, two float16 each.
         recent: of such a pool, [L, S, K, B, W]: ring buffers of sequences, see ``residual_window``; not in pages.
+        scores: of a pool with a retention rule that chooses by scores, float32 [L, P, K, 1, C]: score of each slot's
+            entry, see ``ScoreRule``; of a step's tokens, [T, K] or None for zeros.
     """
 
     data: Any
@@ -47,6 +50,7 @@ class Slots(NamedTuple):
     positions: Any = None
     channels: Any = None
     recent: Any = None
+    scores: Any = None
 
     def in_pages(self) -> Slots:
         """The arrays that pages have a part in."""
@@ -195,6 +199,7 @@ class PagePool:
         scales: Float[Array, "L P K Z C"] where the encoding has scales, or its shape or sharding.
         positions: Int[Array, "L P K 1 C"] where a retention rule drops tokens, or its shape or sharding.
         channels, recent: where pages are encoded as a whole, see ``Slots``, or their shapes or shardings.
+        scores: where a retention rule chooses by scores, see ``Slots``, or its shape or sharding.
     """
 
     rows: Any
@@ -203,6 +208,7 @@ class PagePool:
     positions: Any = None
     channels: Any = None
     recent: Any = None
+    scores: Any = None
 
     @classmethod
     def zeros(
@@ -215,18 +221,28 @@ class PagePool:
         dtype: DTypeLike,
         positions: bool = False,
         sequences: int = 0,
+        scores: bool = False,
     ) -> PagePool:
-        """Empty pool; with ``positions`` for a retention rule, for so many ``sequences`` if pages are encoded whole."""
+        """Empty pool.
+
+        Args:
+            format: format of a slot.
+            layers, pages, page_size: L, P, C.
+            dtype: dtype of the values.
+            positions: for a retention rule.
+            sequences: number of ring buffers, if pages are encoded as a whole.
+            scores: for a retention rule that chooses by scores.
+        """
         held = empty_slots(
             format, layers=layers, pages=pages, page_size=page_size, dtype=dtype, positions=positions,
-            sequences=sequences,
+            sequences=sequences, scores=scores,
         )  # fmt: skip
         return cls(held.data, format, *held[1:])
 
     @property
     def slots(self) -> Slots:
         """Contents of the pool, without the format."""
-        return Slots(self.rows, self.scales, self.positions, self.channels, self.recent)
+        return Slots(self.rows, self.scales, self.positions, self.channels, self.recent, self.scores)
 
     @property
     def page_size(self) -> int:
@@ -248,6 +264,7 @@ def empty_slots(
     dtype: DTypeLike,
     positions: bool = False,
     sequences: int = 0,
+    scores: bool = False,
 ) -> Slots:
     """Contents of an empty pool, see ``PagePool.zeros``; ring buffers have elements of ``dtype``."""
     sizes = layers, pages, format.kv_heads
@@ -255,7 +272,8 @@ def empty_slots(
     scales = jnp.zeros((*sizes, format.scales, page_size), SCALE) if format.scales else None
     at = jnp.full((*sizes, 1, page_size), -1, jnp.int32) if positions else None
     if not format.kv_format.residual:
-        return Slots(rows, scales, at)
+        score = jnp.zeros((*sizes, 1, page_size), jnp.float32) if scores else None
+        return Slots(rows, scales, at, scores=score)
     channels = jnp.zeros((*sizes, 1, format.channels), jnp.int32)
     places = ring_places(format.kv_format.residual, page_size)
     return Slots(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep, in_full_precision
-from pallas_kernels.paged_attention.retention import Retention, write_retained
+from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes, write_retained
 
 
 def write(
@@ -107,6 +107,31 @@ def paged_attention_reference(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sink is not None:
         total = total + jnp.exp(sink - top)
-    out = jnp.einsum("tkgs,tskv->tkgv", weights / jnp.where(total == 0.0, 1.0, total), format.values(held))
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
+    if retention is not None and (rule := by_scores(retention.rule)) is not None and rule.observed:
+        pool = _collect(pool, weights, layer, ragged, tokens, rule)
+    out = jnp.einsum("tkgs,tskv->tkgv", weights, format.values(held))
     out = jnp.where(tokens.real[:, None, None], out.reshape(t, n, -1), 0.0)
     return out.astype(q.dtype), pool
+
+
+def _collect(
+    pool: Slots,
+    weights: Float[Array, "T K G S"],
+    layer: Int[Array, ""],
+    ragged: RaggedBatch,
+    tokens: TokenRows,
+    rule: ScoreRule,
+) -> Slots:
+    """Adds the softmax weights of a step's queries to the scores of the entries, see ``ScoreRule``."""
+    pages, kv, size = pool.data.shape[1:4]
+    counts = (tokens.real & observes(rule, tokens.position))[:, None, None, None]
+    values = rule.observe(weights, tokens.position[:, None, None, None])
+    values = jnp.where(counts, values, 0.0)
+    reduce = jnp.max if rule.reduce == "max" else jnp.sum
+    combine = jax.ops.segment_max if rule.reduce == "max" else jax.ops.segment_sum
+    found = combine(reduce(values, axis=2), tokens.request, ragged.requests)  # R K S
+    found = jnp.maximum(found, 0.0).reshape(ragged.requests, kv, -1, size).swapaxes(1, 2).astype(jnp.float32)
+    table = jnp.clip(ragged.page_table, 0, pages - 1)
+    scores = pool.scores.at[layer, table, :, 0]
+    return pool._replace(scores=scores.max(found) if rule.reduce == "max" else scores.add(found))

@@ -28,7 +28,7 @@ from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep
-from pallas_kernels.paged_attention.retention import Retention
+from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes
 
 BLOCK_TOKENS = 64
 """Most tokens of a block."""
@@ -43,6 +43,10 @@ def read_unit(page_size: int) -> int:
     return page_size if page_size <= READ_SLOTS[0] else math.gcd(page_size, READ_SLOTS[0])
 
 
+_State = tuple[Array, Any]
+"""Output of the rows so far, [T2, N, V]; scores of the entries where a rule chooses by them, else None."""
+
+
 class _Problem(NamedTuple):
     pool: Slots
     layer: Int[Array, ""]
@@ -54,6 +58,7 @@ class _Problem(NamedTuple):
     softcap: float | None
     retention: Retention | None
     residual: ResidualStep | None
+    heads: int
 
 
 def paged_attention_xla(
@@ -80,15 +85,18 @@ def paged_attention_xla(
     else:
         with jax.named_scope("kv_write"):
             pool = step.encode_pages(pool, layer, ragged)
-    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention, step)
+    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention, step, n)
     size = min(BLOCK_TOKENS, t)
     # A block at the end of the batch may reach beyond it. The output is made from q to vary over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
     out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, format.value_dim))
+    state = out, pool.scores
     alone = jnp.where(ragged.lengths == 1, 1, 0)
-    out = _attend(problem, q, out, ragged.blocks(t, 1, alone), 1)
+    state = _attend(problem, q, state, ragged.blocks(t, 1, alone), 1)
     if not decode_only and t > 1:
-        out = _attend(problem, q, out, ragged.blocks(t, size, jnp.where(alone == 1, 0, ragged.lengths)), size)
+        state = _attend(problem, q, state, ragged.blocks(t, size, jnp.where(alone == 1, 0, ragged.lengths)), size)
+    out, scores = state
+    pool = pool._replace(scores=scores)
     if step is not None:
         # After the ring buffers have been read: otherwise XLA copies them.
         out, recent = jax.lax.optimization_barrier((out, pool.recent))
@@ -97,25 +105,79 @@ def paged_attention_xla(
     return out[:t], pool
 
 
-def _attend(
-    problem: _Problem, q: Float[Array, "T2 N H"], out: Float[Array, "T2 N V"], blocks: TokenBlocks, size: int
-) -> Float[Array, "T2 N V"]:
-    """``out`` with the rows of these blocks filled in; blocks have ``size`` tokens each."""
+def _attend(problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks: TokenBlocks, size: int) -> _State:
+    """The state with the output of these blocks' rows, and what they add to scores; blocks have ``size`` tokens."""
     kv = problem.pool.data.shape[2]
+    rule = None if problem.retention is None else by_scores(problem.retention.rule)
 
-    def one(i: Array, out: Array) -> Array:
+    def one(i: Array, state: _State) -> _State:
+        out, scores = state
         block = jax.tree.map(lambda x: x[i] if x.ndim else x, blocks)
-        part = jax.lax.dynamic_slice_in_dim(q, block.first, size)
-        values = _ungroup(_block(problem, _group(part, kv), block, size), size).astype(out.dtype)
+        part = _group(jax.lax.dynamic_slice_in_dim(q, block.first, size), kv)
+        values, top, total = _block(problem, part, block, size)
+        if rule is not None and rule.observed and scores is not None:
+            scores = _collect(problem, rule, scores, part, block, top, total)
+        values = _ungroup(values, size).astype(out.dtype)
         before = jax.lax.dynamic_slice_in_dim(out, block.first, size)
         values = jnp.where((jnp.arange(size) < block.tokens)[:, None, None], values, before)
-        return jax.lax.dynamic_update_slice_in_dim(out, values, block.first, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, values, block.first, 0), scores
 
-    return jax.lax.fori_loop(0, blocks.live, one, out)
+    return jax.lax.fori_loop(0, blocks.live, one, state)
 
 
-def _block(problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size: int) -> Float[Array, "K M V"]:
-    """Attention output of one block's rows."""
+def _collect(
+    problem: _Problem,
+    rule: ScoreRule,
+    scores: Float[Array, "L P K 1 C"],
+    q: Float[Array, "K M H"],
+    block: TokenBlocks,
+    top: Float[Array, "K M 1"],
+    total: Float[Array, "K M 1"],
+) -> Float[Array, "L P K 1 C"]:
+    """Adds the softmax weights of a block's rows to the scores of the entries, in place.
+
+    A second pass over the keys, after the softmax is known; none for a block without queries that the rule observes.
+    """
+    (_, m, _), (pages, kv, _, page_size), columns = q.shape, scores.shape[1:], problem.ragged.page_table.shape[1]
+    assert problem.retention is not None
+    size, unit = m * kv // problem.heads, read_unit(page_size)
+    row = jnp.tile(jnp.arange(size), m // size)[:, None]
+    position = block.position + row  # M 1
+    counts = (row < block.tokens) & observes(rule, position)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    q = q.astype(dtype) * problem.scale
+    reach = problem.retention.columns[block.request] * page_size
+
+    def more(many: int, first: Array, scores: Array) -> Array:
+        held, at = _read(problem, block.request, first, many, jnp.zeros_like(reach), reach, dtype)
+        assert at is not None
+        at = at[:, None]
+        weights = jnp.einsum("kmh,ksh->kms", q, problem.format.keys(held))
+        if problem.softcap is not None:
+            weights = problem.softcap * jnp.tanh(weights / problem.softcap)
+        seen = counts & (at >= 0) & (at <= position)
+        weights = jnp.where(seen, jnp.exp(weights - top) / jnp.where(total > 0.0, total, 1.0), 0.0)
+        values = jnp.where(seen, rule.observe(weights, position), 0.0)
+        values = jnp.max(values, axis=1) if rule.reduce == "max" else jnp.sum(values, axis=1)  # K S
+        for j in range(many):
+            column, within = (first + j) * unit // page_size, (first + j) * unit % page_size
+            number = problem.ragged.page_table[block.request, jnp.minimum(column, columns - 1)]
+            zero = jnp.zeros_like(number)
+            place = problem.layer, jnp.clip(number, 0, pages - 1), zero, zero, within.astype(number.dtype)
+            before = jax.lax.dynamic_slice(scores, place, (1, 1, kv, 1, unit))
+            new = values[:, j * unit : (j + 1) * unit].reshape(before.shape).astype(scores.dtype)
+            new = jnp.maximum(before, new) if rule.reduce == "max" else before + new
+            scores = jax.lax.dynamic_update_slice(scores, new, place)
+        return scores
+
+    stop = jnp.where(jnp.any(counts), (reach + unit - 1) // unit, 0)
+    return _over_pages(more, scores, jnp.zeros_like(stop), stop, unit)
+
+
+def _block(
+    problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size: int
+) -> tuple[Float[Array, "K M V"], Float[Array, "K M 1"], Float[Array, "K M 1"]]:
+    """Attention output of one block's rows; the maximum and the sum of their softmax."""
     kv, m, _ = q.shape
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     lowest = -0.5 * float(jnp.finfo(dtype).max)
@@ -175,8 +237,8 @@ def _block(problem: _Problem, q: Float[Array, "K M H"], block: TokenBlocks, size
     state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
     if step is not None:
         state = _over_residual(problem, step, block, size, in_full_precision, state)
-    _, total, out = state
-    return (form.values(out) if whole else out) / jnp.where(total > 0.0, total, 1.0)
+    top, total, out = state
+    return (form.values(out) if whole else out) / jnp.where(total > 0.0, total, 1.0), top, total
 
 
 def _over_residual(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -222,4 +223,7 @@ def test_the_command(
     assert cli.main(["bench", model, "--batches", "1", "--prompt", "8", "--tokens", "8", "--rounds", "1"]) == 0
     out = capsys.readouterr().out
     assert "of the memory's roofline" in out
+    sizes = ["--batches", "1", "--prompt", "20", "--tokens", "8", "--rounds", "1"]
+    assert cli.main(["bench", model, *sizes, "--kv-keep", "corm:2,4,8"]) == 0
+    assert re.search(r"corm:2,4,8: [1-9]\S* entries kept and [1-9]\S* dropped", capsys.readouterr().out)
     assert cli.main(["bench", model, "--tokens", "1"]) == 2

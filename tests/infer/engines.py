@@ -213,8 +213,9 @@ def check_books(engine: Engine) -> None:
 
 def _check_books(engine: Engine, scheduler: Scheduler) -> None:
     everyone = scheduler.sequences()
-    for group, pages in enumerate(scheduler.pages):
-        held = Counter(page for s in everyone for page in s.pages[group] if page != NO_PAGE)
+    for pool, pages in enumerate(scheduler.pages):
+        groups = [group for group, one in enumerate(scheduler._pools) if one == pool]
+        held = Counter(page for s in everyone for group in groups for page in s.pages[group] if page != NO_PAGE)
         assert {page: int(n) for page, n in enumerate(pages.ref_counts) if n} == dict(held)
         assert len(set(pages._free)) == len(pages._free)
         assert not set(pages._free) & (set(held) | set(pages._cached))
@@ -223,8 +224,9 @@ def _check_books(engine: Engine, scheduler: Scheduler) -> None:
         assert {page: h for h, page in pages._found.items()} == pages._hashes
         assert not set(pages._hashes) & set(pages._free)
         for s in scheduler.running:
-            table = scheduler.tables[group][s.slot]
-            assert all(page in (NO_PAGE, entry) for page, entry in zip(s.pages[group], table, strict=False))
+            for group in groups:
+                table = scheduler.tables[group][s.slot]
+                assert all(page in (NO_PAGE, entry) for page, entry in zip(s.pages[group], table, strict=False))
     slots = [s.slot for s in scheduler.running]
     assert sorted([*slots, *scheduler._slots]) == list(range(engine.config.max_sequences))
     assert all(s.slot == -1 for s in (*scheduler.waiting, *scheduler.forks))

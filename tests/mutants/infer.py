@@ -18,6 +18,13 @@ MUTANTS = [
         (f"{VERIFICATION}::test_drafting_may_stop_and_begin_while_a_verification_runs",),
     ),
     Mutant(
+        "pages_of_tokens_after_an_eviction_are_released",
+        "jaxllm/infer/engine/scheduler.py",
+        "min(sequence.entries[group], count + tokens)",
+        "min(sequence.entries[group], count)",
+        ("tests/infer/test_kv_cache.py::test_corm_in_every_way",),
+    ),
+    Mutant(
         "evidence_about_drafts_never_fades",
         "jaxllm/infer/speculate/draft_length.py",
         "        return 0.5 ** (max(0, now - self.at) / FADE)\n",

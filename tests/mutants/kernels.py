@@ -144,6 +144,13 @@ MUTANTS = [
         ("tests/kernels/test_retention.py::test_refused_tokens_leave",),
     ),
     Mutant(
+        "entries_that_stay_are_not_moved",
+        "pallas_kernels/paged_attention/retention.py",
+        "order = jnp.argsort(jnp.where(stays, 0, 1), axis=1, stable=True)",
+        "order = jnp.broadcast_to(slots, stays.shape)",
+        ("tests/kernels/test_score_rules.py::test_scales_move_with_their_entries",),
+    ),
+    Mutant(
         "zigzag_second_half_of_the_next_shard",
         "pallas_kernels/ring_attention/layout.py",
         "(2 * shards - 1 - shard) * half",

@@ -46,7 +46,7 @@ from jaxllm.infer.engine.proposer import AnyProposer, BatchProposer, check_propo
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Finish, Request, Sequence
-from jaxllm.infer.engine.step_plan import StepPlan, StepScheduler
+from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan, StepScheduler
 from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
@@ -68,6 +68,7 @@ from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
 from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.retention import by_scores
 
 
 @dataclass
@@ -121,13 +122,14 @@ class Engine:
         self.proposer, self.draft_length = proposer, self._length_of_drafts()
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
-        windows, rules = [group.window for group in spec.groups], [group.rule for group in spec.groups]
+        windows = [spec.groups[group].window for group in spec.tables]
+        rules = [rule for group in spec.groups for rule in group.rules]
         self.page_store = self._tiers()
         self.channel_order: ChannelOrder | None = None
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
             self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
-            self.page_store,
+            self.page_store, spec.tables,
         )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
@@ -392,6 +394,20 @@ class Engine:
             raise AdapterError(f"the adapter {name!r} cannot be loaded: {why}")
         return revision
 
+    def retention_report(self) -> dict[str, Any]:
+        """Entries of the KV cache that have stayed and left so far, and the pages that came back.
+
+        Entries are counted by layer and kv head: whenever a rule chooses by scores; under a rule that chooses by
+        position, when a sequence ends.
+        """
+        metrics = self.metrics
+        return {
+            "rule": self.config.retention,
+            "kept_entries": metrics.kept_entries,
+            "dropped_entries": metrics.dropped_entries,
+            "returned_pages": self.scheduler.returned_pages,
+        }
+
     def _end_unreadable(self) -> None:
         """Ends the sequences whose adapter could not be read, with "error"."""
         if (slots := self.adapter_slots) is None:
@@ -533,10 +549,13 @@ class Engine:
             held = Slots(**dict(zip(some[0][1], contents, strict=True)))
             runner.write(replica, group, [page for page, _ in some], held)
         for sequence, held in plan.swap_out:
-            sequence.swapped = [(columns, runner.read(replica, g, pages)) for g, (columns, pages) in enumerate(held)]
+            sequence.swapped = [
+                (columns, runner.read(replica, group, pages))
+                for group, (columns, pages) in zip(runner.spec.tables, held, strict=True)
+            ]
         for sequence, held in plan.swap_in:
             assert sequence.swapped is not None
-            for group, ((_, pages), (_, content)) in enumerate(zip(held, sequence.swapped, strict=True)):
+            for group, (_, pages), (_, content) in zip(runner.spec.tables, held, sequence.swapped, strict=True):
                 runner.write(replica, group, pages, content)
             sequence.swapped = None
         for sequence in plan.admitted:
@@ -640,6 +659,8 @@ class Engine:
         tokens = outputs["tokens"].tolist()
         for row, chunk in enumerate(plan.chunks):
             sequence, request = chunk.sequence, chunk.sequence.request
+            if "evictions" in outputs:
+                self._record_eviction(chunk, outputs["evictions"][:, row])
             if request.params.prompt_logprobs is not None and sequence.number == 0 and "scores" in outputs:
                 step_outputs.record_prompt_scores(chunk, outputs, at)
             at += chunk.count
@@ -660,6 +681,14 @@ class Engine:
             work.append((chunk.start, gained if shape.decode else computed, gained))
         return out
 
+    def _record_eviction(self, chunk: ScheduledChunk, found: np.ndarray) -> None:
+        """Counts the entries that have stayed and left before a chunk, and releases the pages that became empty."""
+        most, kept, dropped = found.T.tolist()
+        if max(most) >= 0:
+            self.metrics.kept_entries += sum(kept)
+            self.metrics.dropped_entries += sum(dropped)
+            self.scheduler.settle_evictions(chunk, most)
+
     def _append_tokens(
         self, sequence: Sequence, sampled: list[int], outputs: Mapping[str, np.ndarray], row: int, first: int
     ) -> OutputDelta:
@@ -676,5 +705,10 @@ class Engine:
         sequence.finish = finish
         text += "" if sequence.detokenizer is None else sequence.detokenizer.end()
         sequence.text += text
+        for group in self.runner.spec.groups:
+            if group.rule is not None and by_scores(group.rule) is None:
+                heads, kept = len(group.layers) * group.kv_spec.kv_heads, group.rule.capacity(sequence.computed)
+                self.metrics.kept_entries += heads * kept
+                self.metrics.dropped_entries += heads * (sequence.computed - kept)
         self.scheduler.finish(sequence)
         return output_delta(sequence, tokens, text, finish)

@@ -46,6 +46,8 @@ class EngineMetrics:
         drafts: verifications of the tokens that a proposer proposed for a sequence.
         proposed_tokens, accepted_tokens: tokens that were proposed, and those of them that were sampled.
         accepted_by_position: accepted tokens by their position in a draft.
+        kept_entries, dropped_entries: entries of the KV cache, by layer and kv head, that stayed and left under a
+            retention rule, see ``Engine.retention_report``.
         finished: completions by finish reason.
         programs: work by program name.
     """
@@ -58,6 +60,8 @@ class EngineMetrics:
     proposed_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    kept_entries: int = 0
+    dropped_entries: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     programs: dict[str, ProgramMetrics] = field(default_factory=dict)
 
@@ -74,6 +78,11 @@ class EngineMetrics:
     def acceptance_length(self) -> float:
         """Mean tokens that a verification gives: the accepted ones, and the one sampled after them."""
         return 1 + self.accepted_tokens / max(1, self.drafts)
+
+    @property
+    def kept_share(self) -> float:
+        """Share of the entries that stayed, whenever a retention rule let some leave; 1 before that."""
+        return self.kept_entries / max(1, self.kept_entries + self.dropped_entries) if self.dropped_entries else 1.0
 
     def show_drafts(self) -> str:
         """Line about speculation: acceptance length, and the share of drafts whose token was accepted, by position."""

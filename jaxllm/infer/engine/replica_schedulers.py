@@ -16,7 +16,7 @@ from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import StepPlan
+from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 
 
@@ -84,6 +84,11 @@ class ReplicaSchedulers:
         """Number of preemptions so far."""
         return sum(one.preemptions for one in self.schedulers)
 
+    @property
+    def returned_pages(self) -> int:
+        """Number of pages that evictions by scores have emptied so far."""
+        return sum(one.returned_pages for one in self.schedulers)
+
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         return [*self.unassigned, *(s for one in self.schedulers for s in one.sequences())]
@@ -104,6 +109,10 @@ class ReplicaSchedulers:
         """Takes back the proposed tokens that a verification has refused."""
         self.schedulers[sequence.replica].settle(sequence, refused)
 
+    def settle_evictions(self, chunk: ScheduledChunk, most: list[int]) -> None:
+        """Releases the pages that an eviction by scores has emptied."""
+        self.schedulers[chunk.sequence.replica].settle_evictions(chunk, most)
+
     def restart(self) -> None:
         """Drops the KV cache of all replicas and queues all sequences again; no step may be in flight."""
         for one in self.schedulers:
@@ -117,7 +126,7 @@ class ReplicaSchedulers:
         found = []
         for one in self.schedulers:
             one.max_steps = most
-            found.append(one.plan() or StepPlan(copies=[[] for _ in one.pages]))
+            found.append(one.plan() or StepPlan(copies=[[] for _ in one.tables]))
         return found if any(plan.chunks or plan.swap_out for plan in found) else []
 
     def _assign(self) -> None:

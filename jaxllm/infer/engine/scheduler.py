@@ -9,13 +9,17 @@ proposer (speculative decoding) waits for its last token, from which its next to
 tokens are scheduled as if all were accepted; ``settle`` takes back the others when their step has landed.
 
 Under a retention rule a page table lists a sequence's pages in no order of positions: there are as many as hold the
-tokens that the rule keeps, and those of the next chunk.
+tokens that the rule keeps, and those of the next chunk. Under a rule that chooses by scores, chunks end where entries
+leave, and how many have left is known when the step has landed: ``settle_evictions`` then releases pages.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+import sys
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -30,7 +34,7 @@ from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore
 from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
-from pallas_kernels.paged_attention.retention import RetentionRule
+from pallas_kernels.paged_attention.retention import RetentionRule, by_scores
 
 
 class Scheduler:
@@ -39,7 +43,7 @@ class Scheduler:
     Args:
         config: configuration of the engine.
         windows: sliding window of each layer group, or None.
-        counts: number of pages of each group's pool.
+        counts: number of pages of each pool.
         page_size: positions of a page.
         columns: columns of a page table: pages of the longest sequence.
         policy_state: scheduling policy; None: first come, first served.
@@ -49,13 +53,16 @@ class Scheduler:
         draft_length: how many tokens are proposed for each sequence; None: ``config.verify_tokens``.
         residual: latest tokens of a sequence that are not in pages, see ``residual_window``.
         store: tiers behind the device for pages of the prefix cache; None: there are none.
+        pools: pool of each layer group; None: each has its own.
 
     Attributes:
+        pages: page allocator of each pool.
         running: sequences in the batch.
         waiting: sequences that wait for a slot, preempted ones included.
         forks: further completions of a request; they wait until the request's first has its prompt in pages.
         preemptions: number of preemptions so far.
         hit_tokens: prompt tokens found in the prefix cache so far.
+        returned_pages: pages that evictions by scores have emptied so far.
         max_steps: upper limit of decode steps in the next plan; the replicas of an engine run equally many.
     """
 
@@ -73,19 +80,24 @@ class Scheduler:
         draft_length: DraftLength | None = None,
         residual: int = 0,
         store: PageStore | None = None,
+        pools: tuple[int, ...] | None = None,
     ):
         self.draft_length = draft_length or FixedDraftLength(config.verify_tokens)
         self._draft_counts: dict[Sequence, int] = {}
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
-        self.rules = rules or [None] * len(counts)
+        self.rules = rules or [None] * len(windows)
+        self._intervals = [None if (rule := by_scores(one)) is None else rule.interval for one in self.rules]
+        self._interval = next((one for one in self._intervals if one is not None), None)
+        self._pools = tuple(range(len(counts))) if pools is None else pools
         self.config, self.windows, self.page_size = config, windows, page_size
         self.pages = [PageAllocator(count) for count in counts]
-        self.tables = [np.zeros((config.max_sequences, columns), np.int32) for _ in counts]
+        self._allocators = [self.pages[pool] for pool in self._pools]
+        self.tables = [np.zeros((config.max_sequences, columns), np.int32) for _ in self._pools]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.forks: list[Sequence] = []
-        self.preemptions = self.hit_tokens = 0
-        self._prefix_cache = PrefixCache(config, windows, self.pages, page_size, residual, store)
+        self.preemptions = self.hit_tokens = self.returned_pages = 0
+        self._prefix_cache = PrefixCache(config, windows, self._allocators, page_size, residual, store)
         for pages in self.pages if store is not None else ():
             pages.evicted = []
         self._slots = list(range(config.max_sequences - 1, -1, -1))
@@ -118,7 +130,8 @@ class Scheduler:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queues a sequence; a request's further completions share the prompt of its first."""
-        sequence.pages, sequence.cleared = [[] for _ in self.pages], [0] * len(self.pages)
+        groups = len(self._pools)
+        sequence.pages, sequence.cleared, sequence.entries = [[] for _ in range(groups)], [0] * groups, [0] * groups
         (self.forks if sequence.number else self.waiting).append(sequence)
 
     def plans(self) -> list[StepPlan]:
@@ -133,7 +146,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Plans the next step and updates all sequences as if it had run; None if nothing can be computed now."""
-        plan = StepPlan(copies=[[] for _ in self.pages])
+        plan = StepPlan(copies=[[] for _ in self._pools])
         self._release: list[tuple[int, int]] = []
         self._start_forks()
         for sequence in self.running:
@@ -178,7 +191,7 @@ class Scheduler:
             elif self.running or not self._free_waiting(1):
                 break
         for group, page in self._release:
-            self.pages[group].release(page)
+            self._allocators[group].release(page)
         if not (plan.chunks or plan.swap_out):
             return None
         plan.spills, plan.restores = self._prefix_cache.take_transfers()
@@ -209,11 +222,32 @@ class Scheduler:
             return  # preempted since: its KV cache is gone
         sequence.computed -= refused
         sequence.unsettled = 0
-        for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
+        for group, (pages, own) in enumerate(zip(self._allocators, sequence.pages, strict=True)):
             if self.rules[group] is None:
                 for page in reversed(own[-(-(sequence.computed + 1) // self.page_size) :]):
                     pages.release(page)
                 del own[-(-(sequence.computed + 1) // self.page_size) :]
+
+    def settle_evictions(self, chunk: ScheduledChunk, most: list[int]) -> None:
+        """Releases the pages that an eviction has emptied: entries are in front, and so are the tokens after it."""
+        sequence = chunk.sequence
+        if chunk.life != sequence.life:
+            return  # preempted or ended since: its KV cache is gone
+        tokens = sequence.computed - chunk.start
+        retained = [group for group, rule in enumerate(self.rules) if rule is not None]
+        for group, count in zip(retained, most, strict=True):
+            if count < 0:
+                continue
+            own = sequence.pages[group]
+            sequence.entries[group] = min(sequence.entries[group], count + tokens)
+            needed = -(-sequence.entries[group] // self.page_size)
+            if len(own) <= needed:
+                continue  # or it is swapped out, and its pages are on the host
+            for page in reversed(own[needed:]):
+                self._allocators[group].release(page)
+            self.returned_pages += len(own) - needed
+            del own[needed:]
+            sequence.cleared[group] = min(sequence.cleared[group], needed)
 
     def restart(self) -> None:
         """Drops the whole KV cache and queues all sequences again in the same order; no step may be in flight."""
@@ -287,41 +321,52 @@ class Scheduler:
             return 1
         if any(self._needs_last(s) for s in decodes):
             return 1
-        steps = min(self.config.decode_steps, *(s.remaining for s in decodes))
+        steps = min(self.config.decode_steps, *(min(s.remaining, self._until_eviction(s)) for s in decodes))
         while steps > 1:
-            needs = np.sum([self._pages_needed(s, steps) for s in decodes], axis=0)
-            if all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True)):
+            if self._suffices(np.sum([self._pages_needed(s, steps) for s in decodes], axis=0).tolist()):
                 return steps
             steps //= 2
         return 1
 
     def _chunk(self, sequence: Sequence, budget: int, spare: int) -> int:
         """Length of the next prefill chunk that fits into the budget and the free pages; ``spare`` pages stay free."""
-        left = sequence.length - sequence.computed
+        left = min(sequence.length - sequence.computed, self._until_eviction(sequence))
         if (chunk := self.config.prefill_chunk) is not None:
             count = min(left, chunk - sequence.computed % chunk)
-            fits = count <= budget and all(
-                n <= p.available - spare for n, p in zip(self._pages_needed(sequence, count), self.pages, strict=True)
-            )
-            return count if fits else 0
-        count = min(left, budget)
-        for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
-            free = pages.available - spare - self._copies(pages, own, sequence.computed)
-            room = (len(own) + max(free, 0)) * self.page_size - self._entries(group, sequence)
-            count = min(count, room if free >= 0 else 0)
-        return max(count, 0)
+            return count if count <= budget and self._suffices(self._pages_needed(sequence, count), spare) else 0
+        # The largest count that fits.
+        counts = range(1, max(0, min(left, budget)) + 1)
+        return bisect.bisect_left(
+            counts, True, key=lambda count: not self._suffices(self._pages_needed(sequence, count), spare)
+        )
+
+    def _until_eviction(self, sequence: Sequence) -> int:
+        """Tokens of a sequence until its next eviction by scores, where a chunk has to end."""
+        return sys.maxsize if self._interval is None else self._interval - sequence.computed % self._interval
+
+    def _suffices(self, needs: Iterable[int], spare: int = 0) -> bool:
+        """Whether so many pages of each layer group can be allocated, and ``spare`` of each pool stay free."""
+        total = [0] * len(self.pages)
+        for pool, need in zip(self._pools, needs, strict=True):
+            total[pool] += need
+        return all(need <= pages.available - spare for need, pages in zip(total, self.pages, strict=True))
 
     def _entries(self, group: int, sequence: Sequence) -> int:
         """Slots of a layer group that the computed tokens of a sequence take: those that its rule keeps, or all."""
-        rule = self.rules[group]
-        return sequence.computed if rule is None else rule.capacity(sequence.computed)
+        rule, interval = self.rules[group], self._intervals[group]
+        if rule is None:
+            return sequence.computed
+        if interval is None:
+            return rule.capacity(sequence.computed)
+        evicts = sequence.computed % interval == 0
+        return min(sequence.entries[group], rule.capacity(sequence.computed)) if evicts else sequence.entries[group]
 
     def _pages_needed(self, sequence: Sequence, count: int) -> list[int]:
         """Pages of each group to allocate for ``count`` more tokens."""
         return [
             max(0, -(-(self._entries(group, sequence) + count) // self.page_size) - len(own))
             + self._copies(pages, own, sequence.computed)
-            for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True))
+            for group, (pages, own) in enumerate(zip(self._allocators, sequence.pages, strict=True))
         ]
 
     def _fits_whole(self, sequence: Sequence) -> bool:
@@ -329,7 +374,7 @@ class Scheduler:
         needs = np.sum(
             [self._pages_needed(s, s.length - s.computed + s.remaining) for s in (*self.running, sequence)], axis=0
         )
-        return all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True))
+        return self._suffices(needs.tolist())
 
     def _fits_predicted(self, sequence: Sequence) -> bool:
         """Whether there are pages for all that the running sequences and this one are predicted to generate."""
@@ -342,7 +387,7 @@ class Scheduler:
             ],
             axis=0,
         )
-        return all(need <= pages.available for need, pages in zip(needs, self.pages, strict=True))
+        return self._suffices(needs.tolist())
 
     @staticmethod
     def _predicted(sequence: Sequence) -> float:
@@ -358,11 +403,10 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Allocates pages for ``count`` more tokens, copying a shared one; if there are too few, changes nothing."""
-        needs = self._pages_needed(sequence, count)
-        if any(need > pages.available for need, pages in zip(needs, self.pages, strict=True)):
+        if not self._suffices(self._pages_needed(sequence, count)):
             return False
         column = sequence.computed // self.page_size
-        for group, (pages, own) in enumerate(zip(self.pages, sequence.pages, strict=True)):
+        for group, (pages, own) in enumerate(zip(self._allocators, sequence.pages, strict=True)):
             first = len(own)
             if self._copies(pages, own, sequence.computed):
                 page = pages.allocate()
@@ -405,7 +449,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence, keep: bool = False) -> None:
         """Frees slot and pages of a sequence; ``keep``: its KV cache is on the host."""
-        for pages, own in zip(self.pages, sequence.pages, strict=True):
+        for pages, own in zip(self._allocators, sequence.pages, strict=True):
             # Released last to first, so that the first pages, the most likely to be reused, are evicted last.
             for page in reversed(own):
                 if page != NO_PAGE:
@@ -418,11 +462,12 @@ class Scheduler:
                 self.adapters.unpin(sequence.request.adapter)
         if not keep:
             sequence.computed = sequence.registered = sequence.unsettled = sequence.found = 0
-            sequence.cleared = [0] * len(self.pages)
+            sequence.cleared, sequence.entries = [0] * len(self._pools), [0] * len(self._pools)
+            sequence.life += 1
 
     def _free_behind_window(self, sequence: Sequence) -> None:
         """Frees the pages that lie entirely behind the sliding window."""
-        for pages, own, window in zip(self.pages, sequence.pages, self.windows, strict=True):
+        for pages, own, window in zip(self._allocators, sequence.pages, self.windows, strict=True):
             if window is None:
                 continue
             for column in range(max(0, sequence.computed - window + 1) // self.page_size - 1, -1, -1):
@@ -444,7 +489,10 @@ class Scheduler:
         fresh = tuple((sequence.cleared[group], len(sequence.pages[group])) for group in has_rule)
         for group in has_rule:
             sequence.cleared[group] = len(sequence.pages[group])
-        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, fresh))
+        for group in has_rule:
+            if self._intervals[group] is not None:
+                sequence.entries[group] = self._entries(group, sequence) + count + plan.steps - 1
+        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, fresh, sequence.life))
         sequence.computed += count + plan.steps - 1
         sequence.pending += gained
         sequence.unsettled = len(proposed)
@@ -468,7 +516,7 @@ class Scheduler:
                 if residual := self._prefix_cache.residual:  # only pages that are encoded by now
                     encoded = max(min(last, first.computed - residual) // self.page_size * self.page_size, first.found)
                     sequence.computed = sequence.found = min(encoded, last // self.page_size * self.page_size)
-                for pages, own, theirs in zip(self.pages, sequence.pages, first.pages, strict=True):
+                for pages, own, theirs in zip(self._allocators, sequence.pages, first.pages, strict=True):
                     own += theirs[: -(-sequence.computed // self.page_size)]
                     for page in own:
                         if page != NO_PAGE:
@@ -530,16 +578,16 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Admits a swapped-out sequence: allocates pages for its KV cache on the host; 0 if nothing fits."""
         assert sequence.swapped is not None
-        columns = [-(-(self._entries(g, sequence) + 1) // self.page_size) for g in range(len(self.pages))]
+        columns = [-(-(self._entries(g, sequence) + 1) // self.page_size) for g in range(len(self._pools))]
         needs = [
             len(held) + max(0, own - (held[-1] + 1 if held else 0))
             for own, (held, _) in zip(columns, sequence.swapped, strict=True)
         ]
         spare = self._spare if self.running else 0
-        if any(need > pages.available - spare for need, pages in zip(needs, self.pages, strict=True)):
+        if not self._suffices(needs, spare):
             return 0
         places = []
-        for pages, own, (held, _) in zip(self.pages, sequence.pages, sequence.swapped, strict=True):
+        for pages, own, (held, _) in zip(self._allocators, sequence.pages, sequence.swapped, strict=True):
             own += [NO_PAGE] * (held[-1] + 1 if held else 0)
             for column in held:
                 own[column] = pages.allocate()

@@ -99,6 +99,9 @@ class Sequence:
         registered: number of leading pages that are in the prefix cache.
         cleared: per layer group, the number of its pages that the device knows to be this sequence's, see
             ``ScheduledChunk.fresh``.
+        entries: per layer group, upper limit of the slots that an entry of its cache is in, where a retention rule
+            chooses by scores.
+        life: counts how often its KV cache has been freed.
         unsettled: number of proposed tokens in ``computed`` that may yet be refused: their step has not landed.
         swapped: KV cache on the host while it is swapped out, per group: (columns, array).
         logprobs, top: of each generated token: its log-probability, and [(id, log-probability), ...] of the top tokens.
@@ -127,6 +130,8 @@ class Sequence:
     pages: list[list[int]] = field(default_factory=list)
     registered: int = 0
     cleared: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    life: int = 0
     unsettled: int = 0
     swapped: list[tuple[list[int], Any]] | None = None
     logprobs: list[float] = field(default_factory=list)

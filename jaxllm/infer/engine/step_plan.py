@@ -27,6 +27,7 @@ class ScheduledChunk:
         proposed: tokens to verify: the chunk is the sequence's last token and these.
         fresh: of each layer group with a retention rule: (first, stop) of the sequence's pages that are new since its
             last chunk.
+        life: see ``Sequence``, when it was planned.
     """
 
     sequence: Sequence
@@ -35,6 +36,7 @@ class ScheduledChunk:
     samples: bool
     proposed: tuple[int, ...] = ()
     fresh: tuple[tuple[int, int], ...] = ()
+    life: int = 0
 
     def accepted(self, sampled: list[int]) -> int:
         """Number of the proposed tokens that were sampled: those before the first that differs."""
@@ -128,6 +130,11 @@ class StepScheduler(Protocol):
         """Number of preemptions so far."""
         ...
 
+    @property
+    def returned_pages(self) -> int:
+        """Number of pages that evictions by scores have emptied so far."""
+        ...
+
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         ...
@@ -142,6 +149,15 @@ class StepScheduler(Protocol):
 
     def settle(self, sequence: Sequence, refused: int) -> None:
         """Takes back the proposed tokens that a verification has refused, once its step has landed."""
+        ...
+
+    def settle_evictions(self, chunk: ScheduledChunk, most: list[int]) -> None:
+        """Releases the pages that an eviction by scores has emptied, once its step has landed.
+
+        Args:
+            chunk: chunk that began with the eviction.
+            most: of each page table with a retention rule, the most entries of a layer and kv head that have stayed.
+        """
         ...
 
     def restart(self) -> None:

@@ -27,6 +27,7 @@ from jaxllm.infer.runner import logits_processors, sampler
 from jaxllm.infer.runner.adapted_weight import with_rows
 from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TABLES, LayerGroup, PagedCache
+from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entries
 from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
 from jaxllm.infer.runner.verification import last_rows, sample_proposed
 from jaxllm.models import Functional
@@ -95,14 +96,19 @@ class EngineStep:
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.model.rules):
             run = self._decode_loop if self.shape.decode else self._prefill_step
-            pools = self._prepare_pages(pools, packed)
-            pools, last, out, slots = run(params, pools, last, packed, slots, masks)
+            pools, evictions = self._prepare_pages(pools, packed)
+            pools, last, out, slots = run(params, pools, last, packed, slots, masks, evictions)
             # Replicated on every device: the host reads it from one of them.
             outputs = pools, last, sharding.constrain(out, None, None)
         return outputs if slots is None else (*outputs, tuple(slots))
 
-    def _prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> Pools:
-        """Copies the shared pages that the step is going to write to (copy-on-write), and empties new ones."""
+    def _prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> tuple[Pools, dict[str, Array]]:
+        """Copies the shared pages that the step is going to write to (copy-on-write), empties new ones, and evicts.
+
+        Returns:
+            the pools, and what has been evicted, as an output of the step; nothing without a rule by scores.
+        """
+        tables = tuple(i for i, group in enumerate(self.groups) for _ in range(group.parts))
 
         def pairs(packed: Array) -> tuple[Array, Array]:
             x = self.shape.inputs.unpack(packed)
@@ -111,12 +117,15 @@ class EngineStep:
         every, counts = sharding.per_shard(pairs, "batch")(packed)
         run = sharding.shard_map(copy_pages, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
         pools = tuple(
-            jax.tree.map(lambda x, group=group: run(x, every[:, group], counts[:, group]), pool.in_pages())._replace(
+            jax.tree.map(lambda x, one=one: run(x, every[:, one], counts[:, one]), pool.in_pages())._replace(
                 recent=pool.recent
             )
-            for group, pool in enumerate(pools)
+            for one, pool in zip(map(tables.index, range(len(pools))), pools, strict=True)
         )
-        return clear_fresh_pages(pools, packed, self.shape) if self.shape.retained else pools
+        if not self.shape.retained:
+            return pools, {}
+        pools = clear_fresh_pages(pools, packed, self.shape, tables)
+        return evict_entries(pools, packed, self.shape, self.groups) if self.shape.evicts else (pools, {})
 
     def _prefill_step(
         self,
@@ -126,6 +135,7 @@ class EngineStep:
         packed: Array,
         state: logits_processors.LogitsState | None,
         masks: Array | None,
+        evictions: dict[str, Array],
     ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
         """Runs prefill chunks and decode tokens as one flat batch; samples after the last row, or rows, of each."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
@@ -150,7 +160,7 @@ class EngineStep:
 
         pools, hidden = self._forward(params, pools, each(read)(packed, last))
         logits = self._logits(params, each(sampled)(packed, hidden))
-        scores = self._prompt_scores(params, hidden, packed) if self.shape.full else {}
+        scores = (self._prompt_scores(params, hidden, packed) if self.shape.full else {}) | evictions
         last, out, state = each(choose)(packed, logits, last, state, masks, scores)
         return pools, last, out, state
 
@@ -179,9 +189,12 @@ class EngineStep:
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
+        heads = None
+        if RETAINING_HEADS in params:
+            heads, params = params[RETAINING_HEADS], {n: x for n, x in params.items() if n != RETAINING_HEADS}
         ctx = PagedCache(
             pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings,
+            batch.columns, batch.rings, heads,
         )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
@@ -260,6 +273,7 @@ class EngineStep:
         packed: Array,
         state: logits_processors.LogitsState | None,
         masks: Array | None,
+        evictions: dict[str, Array],
     ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
         """Decodes ``steps`` tokens of each request; ends early when all of a replica have sampled a stop token."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
@@ -268,7 +282,8 @@ class EngineStep:
         def begin(packed: Array, last: Array) -> Any:
             x = inputs.unpack(packed)
             last = last.at[x["slots"]].set(self._input_tokens(last, x), mode="drop")
-            outputs = {name: jnp.zeros(shape, dtype) for name, shape, dtype in self.shape.outputs.fields}
+            fields = [field for field in self.shape.outputs.fields if field[0] not in evictions]
+            outputs = {name: jnp.zeros(shape, dtype) for name, shape, dtype in fields}
             return (jnp.int32(0), x["slots"] >= slots), last, outputs
 
         def read(packed: Array, last: Array, turn: Any) -> StepBatch:
@@ -310,4 +325,4 @@ class EngineStep:
 
         turn, last, outputs = each(begin)(packed, last)
         _, pools, last, outputs, state = jax.lax.while_loop(continues, one, (turn, pools, last, outputs, state))
-        return pools, last, each(self.shape.outputs.pack)(outputs), state
+        return pools, last, each(self.shape.outputs.pack)(outputs | evictions), state

@@ -31,6 +31,7 @@ from jaxllm.infer.runner.engine_step import EngineStep
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups, pool_sizes
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
+from jaxllm.infer.runner.retention.eviction import check_scores, heads_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
@@ -38,6 +39,7 @@ from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
 from jaxllm.models.packed_weight import batch_dependent_formats
 from jaxllm.parallel import distributed
 from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.retention import by_scores
 
 PAGES_PER_TRANSFER = 16
 """Pages that one program copies between device and host when a sequence is swapped."""
@@ -116,6 +118,8 @@ class ModelRunner:
             with self._on_mesh(), sharding.use_rules(self.model.rules):
                 replicas = sharding.axis_size("batch")
         groups = layer_groups(model.config, config.kv_dtype, config.retention)
+        check_scores(config, groups, self._shards)
+        self._heads = heads_of(model.config, groups, 1 if self.mesh is None else self.mesh.size)
         max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
@@ -147,6 +151,9 @@ class ModelRunner:
         if self.adapter_pool is not None:
             self._factors = self.adapter_pool.arrays(self._weight_sharding)
             self._abstract_weights = self.adapter_pool.weights(self._abstract, self._factors)
+        if self._heads:
+            self._heads = jax.tree.map(lambda x: jax.device_put(x, _device_of(params)), self._heads)
+            self._abstract_weights = self._abstract_weights | _abstract(self._heads)
         self.program_cache = cache_of(self._abstract_weights)
         least = (columns + 1,) * len(groups)
         self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
@@ -257,7 +264,8 @@ class ModelRunner:
 
     def _combine(self) -> None:
         pool = self.adapter_pool
-        self._weights = self.params if pool is None else pool.weights(self.params, self._factors)
+        weights = self.params if pool is None else pool.weights(self.params, self._factors)
+        self._weights = weights | self._heads if self._heads else weights
 
     def follow(self, weights: Callable[[], Any] | None = None) -> None:
         """Not supported in an engine of one process; see ``MultihostRunner``.
@@ -374,14 +382,15 @@ class ModelRunner:
             full=full,
             slots=self.config.max_sequences,
             columns=self.spec.columns,
-            groups=len(self.spec.groups),
+            groups=len(self.spec.tables),
             decode_steps=self.config.decode_steps,
             top_logprobs=min(self.config.top_logprobs, self.model.config.vocab_size) if full else 0,
             logprob_dtype=str(jnp.promote_types(self.model.config.dtype, jnp.float32)),
             rows=1 if decode else 1 + self.config.verify_tokens,
-            retained=tuple(i for i, group in enumerate(self.spec.groups) if group.rule is not None),
+            retained=tuple(i for i, g in enumerate(self.spec.tables) if self.spec.groups[g].rule is not None),
             adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
             residual=any(group.residual for group in self.spec.groups),
+            evicts=any(by_scores(group.rule) for group in self.spec.groups),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:

@@ -15,6 +15,7 @@ from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, TRAN
 from jaxllm.infer.runner.step_shape import StepShape
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.pages import empty_slots
+from pallas_kernels.paged_attention.retention import by_scores
 
 Pools = tuple[Slots, ...]
 
@@ -31,8 +32,15 @@ def copy_pages(
     return jax.lax.fori_loop(0, count[0], one, pool)
 
 
-def clear_fresh_pages(pools: Pools, packed: Int[Array, "B elements"], shape: StepShape) -> Pools:
-    """Marks the slots of newly allocated pages as empty, in groups with a retention rule."""
+def clear_fresh_pages(
+    pools: Pools, packed: Int[Array, "B elements"], shape: StepShape, groups: tuple[int, ...]
+) -> Pools:
+    """Marks the slots of newly allocated pages as empty, in groups with a retention rule.
+
+    Args:
+        pools, packed, shape: those of the step.
+        groups: layer group of each page table.
+    """
 
     def fresh(packed: Array) -> tuple[Array, Array]:
         x = shape.inputs.unpack(packed)
@@ -46,9 +54,10 @@ def clear_fresh_pages(pools: Pools, packed: Int[Array, "B elements"], shape: Ste
     tables, columns = sharding.per_shard(fresh, "batch")(packed)
     run = sharding.shard_map(clear, (POOL_AXES, TABLES, TABLES), POOL_AXES, check=False)
     cleared = list(pools)
-    for i, group in enumerate(shape.retained):
-        positions = run(pools[group].positions, tables[:, group], columns[:, i])
-        cleared[group] = pools[group]._replace(positions=positions)
+    for i, number in enumerate(shape.retained):
+        pool = cleared[groups[number]]
+        positions = run(pool.positions, tables[:, number], columns[:, i])
+        cleared[groups[number]] = pool._replace(positions=positions)
     return tuple(cleared)
 
 
@@ -92,9 +101,9 @@ def empty_pools(
         shards, replicas = sharding.axis_size("attn_kv_heads"), sharding.axis_size("batch")
         pools = (
             empty_slots(
-                group.format(shards), layers=len(group.layers), pages=replicas * count, page_size=page_size,
+                group.format(shards), layers=group.rows, pages=replicas * count, page_size=page_size,
                 dtype=group.recent_dtype if group.residual else group.plain, positions=group.rule is not None,
-                sequences=replicas * sequences,
+                sequences=replicas * sequences, scores=by_scores(group.rule) is not None,
             )
             for group, count in zip(groups, counts, strict=True)
         )  # fmt: skip

@@ -1,7 +1,9 @@
 """Paged KV cache: the attention context used for serving. All requests share one page pool per layer group.
 
 Layers with equal kv heads, head dim and sliding window form a group with a page pool and a page table of its own, so
-that pages behind a window are freed while other layers keep theirs (paged attention, arXiv:2309.06180).
+that pages behind a window are freed while other layers keep theirs (paged attention, arXiv:2309.06180). Under a
+retention rule that chooses by scores, layers of a group keep different numbers of entries: the group then has several
+parts, equally many consecutive layers each, which share the pool and have page tables of their own.
 
 A mesh may have data-parallel replicas: each has a row of the batch, requests, page tables and pages of its own; only
 the experts of a mixture of experts are shared.
@@ -24,9 +26,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 import sharding
 from jaxllm.infer.engine_config import EngineConfig
-from jaxllm.infer.runner.window_and_sinks import WindowAndSinks
+from jaxllm.infer.runner.retention.corm import Corm
+from jaxllm.infer.runner.retention.locret import Locret
+from jaxllm.infer.runner.retention.pyramid import Pyramid
+from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
+from jaxllm.models.retaining_heads import RetainingHeads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
 from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
@@ -34,7 +40,7 @@ from pallas_kernels.paged_attention.pages import ring_places
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual
-from pallas_kernels.paged_attention.retention import Retention, RetentionRule
+from pallas_kernels.paged_attention.retention import Retention, RetentionRule, by_scores
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
 KV_HEADS = ("batch", None, "attn_kv_heads", None)
@@ -42,7 +48,15 @@ POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
 TRANSFER_AXES = ("layers", None, "attn_kv_heads", None, None)
 TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 
-RETENTION_RULES: dict[str, RetentionRule] = {"window+sinks": WindowAndSinks()}
+MAX_PARTS = 8
+"""Most parts of a group of layers: each has page tables that the host fills and sends."""
+
+RETENTION_RULES: dict[str, RetentionRule] = {
+    "window+sinks": WindowAndSinks(),
+    "corm": Corm(),
+    "pyramid": Pyramid(),
+    "locret": Locret(),
+}
 """Retention rules by name, with the sizes that they have by default; ``EngineConfig.retention`` names one, and may give
 its sizes behind a colon, which its class reads with ``of``. They hold in the layers without a sliding window."""
 
@@ -57,6 +71,7 @@ class LayerGroup:
         dtype: dtype of the KV cache: a floating-point dtype, or an encoding of ``PageFormat``.
         lossy: the stored values differ from the computed ones.
         rule: retention rule; None: every token is kept.
+        parts: parts of the layers with page tables of their own; a page holds tokens of one part's layers.
         recent_dtype: dtype of the latest tokens, where pages are encoded as a whole: the model's compute dtype.
     """
 
@@ -67,6 +82,19 @@ class LayerGroup:
     lossy: bool = False
     rule: RetentionRule | None = None
     recent_dtype: str = "float32"
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Layers of a part: rows of the pool."""
+        return len(self.layers) // self.parts
+
+    @property
+    def rules(self) -> tuple[RetentionRule | None, ...]:
+        """Retention rule of each part: a rule with ``of_part`` has one for each."""
+        if self.rule is None or not hasattr(self.rule, "of_part"):
+            return (self.rule,) * self.parts
+        return tuple(self.rule.of_part(n, self.parts) for n in range(self.parts))  # pyright: ignore[reportAttributeAccessIssue]
 
     def format(self, shards: int = 1) -> PageFormat:
         """Format of a slot; few kv heads are repeated up to the number of shards, as ``replicate_kv_heads`` does."""
@@ -80,18 +108,19 @@ class LayerGroup:
         return PageFormat(kv, one.key_dim, one.value_dim, one.latent, encoding, multiple)
 
     def page_bytes(self, page_size: int, shards: int = 1) -> int:
-        """Bytes of a page of the KV cache, in all layers of the group and on all shards."""
+        """Bytes of a page of the KV cache, in all layers of a part of the group and on all shards."""
         form = self.format(shards)
-        return len(self.layers) * form.kv_heads * form.page_bytes(page_size, self.plain)
+        return self.rows * form.kv_heads * form.page_bytes(page_size, self.plain)
 
     def token_bytes(self, shards: int = 1, page_size: int = 32) -> int:
         """Bytes of KV cache per token, in all layers of the group and on all shards, of a whole page of this size."""
-        return -(-self.page_bytes(page_size, shards) // page_size)
+        return -(-self.parts * self.page_bytes(page_size, shards) // page_size)
 
     def sequence_bytes(self, length: int, page_size: int) -> int:
         """Bytes of KV cache of a sequence on one device: whole pages, and its ring buffer where it has one."""
         if self.rule is not None:
-            length = self.rule.capacity(length)
+            pages = sum(-(-rule.capacity(length) // page_size) for rule in self.rules if rule is not None)
+            return pages * self.page_bytes(page_size)
         form = self.format()
         if not self.residual:
             return -(-length // page_size) * self.page_bytes(page_size)
@@ -122,13 +151,18 @@ def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str |
     found: dict[tuple[KVSpec, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
         found.setdefault((block.attention.kv_spec, block.attention.window), []).append(number)
-    groups = [
-        LayerGroup(*key, tuple(layers), dtype, lossy, rule if key[1] is None else None, config.dtype)
-        for key, layers in found.items()
-    ]
+    groups = []
+    for key, layers in found.items():
+        own = rule if key[1] is None else None
+        groups.append(LayerGroup(*key, tuple(layers), dtype, lossy, own, config.dtype, parts_of(len(layers), own)))
     if rule is not None and not any(group.rule for group in groups):
         raise ValueError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
     return tuple(sorted(groups, key=lambda g: g.window or 0))
+
+
+def parts_of(layers: int, rule: RetentionRule | None) -> int:
+    """Number of parts of a group with so many layers: 1, or as many as its rule's scores make worthwhile."""
+    return 1 if by_scores(rule) is None else max(n for n in range(1, MAX_PARTS + 1) if layers % n == 0)
 
 
 def retention_rule(text: str) -> RetentionRule:
@@ -141,7 +175,7 @@ def retention_rule(text: str) -> RetentionRule:
     if name not in RETENTION_RULES:
         raise ValueError(f"engine: retention = {text!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
     rule = RETENTION_RULES[name]
-    if not colon:
+    if not colon and name != "locret":  # which has no heads of its own
         return rule
     if not hasattr(rule, "of"):
         raise ValueError(f"engine: retention = {text!r}: the rule {name!r} has no sizes to give.")
@@ -162,7 +196,7 @@ def pool_sizes(
     ahead = max(config.max_batched_tokens, config.decode_steps)
     reach = [columns if g.window is None else -(-(g.window + ahead) // page_size) + 2 for g in groups]
     return tuple(
-        most if g.window is None else min(most, config.max_sequences * min(n, columns) + columns + 1)
+        most * g.parts if g.window is None else min(most, config.max_sequences * min(n, columns) + columns + 1)
         for n, g in zip(reach, groups, strict=True)
     )
 
@@ -176,16 +210,18 @@ class PagedCache:
 
     Attributes:
         pools: ``Slots`` of each group: data [L, P, K, C, W] and, if encoded, scales [L, P, K, Z, C], and with a
-            retention rule positions [L, P, K, 1, C]; the replicas' pages are next to each other, equally many of each.
-        tables: page table of each group, Int[Array, "B R J"], by page numbers of the replica.
+            retention rule positions [L, P, K, 1, C] (and scores of that shape); the replicas' pages are next to each
+            other, equally many of each. L is the number of layers of a part.
+        tables: page table of each part of each group, Int[Array, "B R J"], by page numbers of the replica.
         starts: Int[Array, "B R1"], first row of each request's tokens in the flat batch, and the number of rows.
         kv_lens: Int[Array, "B R"], tokens of each request, those of this step included.
         groups: layer groups of the model.
         decode_only: no request has more than one token in this step.
         invariant: batch-invariant: the computation does not depend on the step's other requests.
-        columns: of each group with a retention rule: Int[Array, "B R"], pages of each request; None of the others.
+        columns: of each part with a retention rule: Int[Array, "B R"], pages of each request; None of the others.
         rings: where pages are encoded as a whole: Int[Array, "B R"], ring buffer of each request, and its tokens found
             in the prefix cache, see ``Residual``.
+        heads: ``RetainingHeads`` that score the entries when they are written; None: there are none.
     """
 
     pools: tuple[Any, ...]
@@ -197,6 +233,7 @@ class PagedCache:
     invariant: bool = field(default=False, metadata={"static": True})
     columns: tuple[Any, ...] | None = None
     rings: tuple[Any, Any] | None = None
+    heads: RetainingHeads | None = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -214,7 +251,9 @@ class PagedCache:
         index = self._group(KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window)
         split = sharding.axis_names("attn_seq")
 
-        def local(q: Array, k: Array, v: Array | None, sinks: Array | None, *shared: Any) -> tuple[Array, ...]:
+        def local(
+            q: Array, k: Array, v: Array | None, sinks: Array | None, scores: Array | None, *shared: Any
+        ) -> tuple[Array, ...]:
             held, form, place, ragged, retention, residual = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
@@ -226,17 +265,21 @@ class PagedCache:
                 q, k, v, PagePool(held.data, form, *held[1:]), place, ragged.page_table,
                 ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
                 softcap=params.softcap, decode_only=self.decode_only, retention=retention, residual=residual,
+                scores=None if scores is None else scores[0],
             )  # fmt: skip
             return out[None], *jax.tree.leaves(pool.slots)
 
         run = sharding.shard_map(
             local,
-            (HEADS, KV_HEADS, KV_HEADS, SINK_AXES, *_SHARED_AXES),
+            (HEADS, KV_HEADS, KV_HEADS, SINK_AXES, KV_HEADS[:3], *_SHARED_AXES),
             (HEADS, *(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))),
             check=not split,  # with split queries, the devices of a row write the same pages
         )
         kv = (None if x is None else replicate_kv_heads(x) for x in (k, v))
-        out, *slots = run(q, *kv, sinks, *self._shared(index, layer))
+        scores = None
+        if self.heads is not None and v is not None and self.groups[index].rule is not None:
+            scores = self.heads.score(layer, q, k, v)
+        out, *slots = run(q, *kv, sinks, scores, *self._shared(index, layer))
         return out, self._with(index, slots)
 
     def is_fresh_prefill(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:
@@ -275,13 +318,20 @@ class PagedCache:
 
     def _shared(self, index: int, layer: LayerIndex) -> tuple[Array | None, ...]:
         """Pool of a group, place of a layer in it, and which slots the requests have, with axes ``_SHARED_AXES``."""
-        layers = self.groups[index].layers
-        places = np.zeros(max(layers) + 1, np.int32)
-        places[list(layers)] = np.arange(len(layers))
-        columns = None if self.columns is None else self.columns[index]
+        group = self.groups[index]
+        places = np.zeros(max(group.layers) + 1, np.int32)
+        places[list(group.layers)] = np.arange(len(group.layers))
         place = jnp.asarray(places)[layer]
+        first = sum(g.parts for g in self.groups[:index])
+        table = self.tables[first]
+        columns = None if self.columns is None else self.columns[first]
+        if group.parts > 1:
+            own = slice(first, first + group.parts)
+            part, place = place // group.rows, place % group.rows
+            table = jnp.stack(self.tables[own])[part]
+            columns = None if self.columns is None else jnp.stack(self.columns[own])[part]
         rings = (None, None) if self.rings is None else self.rings
-        return *self.pools[index], place, self.tables[index], self.starts, self.kv_lens, columns, *rings
+        return *self.pools[index], place, table, self.starts, self.kv_lens, columns, *rings
 
     def _unshared(
         self,
@@ -289,7 +339,7 @@ class PagedCache:
         *shared: Any,
     ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None]:
         """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
-        held, (place, table, starts, kv_lens, columns, rings, found) = Slots(*shared[:5]), shared[5:]
+        held, (place, table, starts, kv_lens, columns, rings, found) = Slots(*shared[:6]), shared[6:]
         group = self.groups[index]
         form = dataclasses.replace(group.format(), kv_heads=held.data.shape[2])
         retention = None if group.rule is None else Retention(group.rule, columns[0])
@@ -301,5 +351,5 @@ class PagedCache:
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-_SHARED_AXES = (*(POOL_AXES,) * 5, (), TABLES, *(PER_REQUEST,) * 5)
+_SHARED_AXES = (*(POOL_AXES,) * 6, (), TABLES, *(PER_REQUEST,) * 5)
 """Logical axes of ``PagedCache._shared``."""

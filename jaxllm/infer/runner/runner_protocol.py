@@ -41,6 +41,11 @@ class RunnerSpec:
     vocab: int = 0
     replicas: int = 1
 
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Layer group of each page table: one for each part of each group."""
+        return tuple(i for i, group in enumerate(self.groups) for _ in range(group.parts))
+
 
 @runtime_checkable
 class Runner(Protocol):

@@ -28,15 +28,16 @@ class StepShape:
         full: supports all of ``SamplingParams``; otherwise only seed and temperature.
         slots: R.
         columns: J.
-        groups: number of groups of layers, see ``LayerGroup``.
+        groups: number of page tables, one for each part of each group of layers, see ``LayerGroup``.
         decode_steps: N.
         top_logprobs: K.
         logprob_dtype: dtype of log-probabilities.
         rows: last rows of each request whose logits are computed in a step with prefill: 1, or more for steps that
             verify proposed tokens.
-        retained: indices of the groups with a retention rule.
+        retained: indices of the page tables with a retention rule.
         adapters: (slots, pages of the largest) of the adapters on the device; None: the engine serves none.
         residual: the latest tokens of a slot are in full precision, in ring buffers.
+        evicts: the retention rule chooses by scores, and steps begin with its evictions.
     """
 
     tokens: int
@@ -53,6 +54,7 @@ class StepShape:
     retained: tuple[int, ...] = ()
     adapters: tuple[int, int] | None = None
     residual: bool = False
+    evicts: bool = False
 
     @property
     def name(self) -> str:
@@ -108,9 +110,11 @@ class StepShape:
 
     @property
     def outputs(self) -> PackedBuffer:
-        """Packed buffer of the outputs that the host gets."""
+        """Packed buffer of the outputs that the host gets; ``evictions`` are those of ``evict``, by page table."""
         n, s = (self.decode_steps if self.decode else self.rows), self.requests
         fields = [("tokens", (n, s), "int32")]
+        if self.evicts:
+            fields += [("evictions", (len(self.retained), s, 3), "int32")]
         if self.full:
             top = (n, s, self.top_logprobs)
             fields += [

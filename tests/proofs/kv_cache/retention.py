@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.runner.window_and_sinks import WindowAndSinks
+from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
 from tests.infer import engines
 from tests.proofs.harness import proof
 from tests.seams.dense_reference import DenseReference, error

@@ -47,8 +47,10 @@ def compile_serving(argv: list[str]) -> int:
             weights: plain, packed, or a format that matrices are rounded to.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
-            kv_keep: tokens that stay in the KV cache: all, or window+sinks[:RECENT[,SINKS]], the most recent ones and
-                the first few, by default 1024 and 4.
+            kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
+                the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
+                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers; or
+                locret:HEADS.safetensors[,BUDGET], so many by trained heads (docs/serve/kv_cache.md).
             layers: stacked, or apart: decodes faster on CPUs and GPUs, and `jaxllm serve` takes it by itself where
                 these programs are there.
             mesh: device mesh, such as data=2,tensor=4; one device by default.
