@@ -121,7 +121,8 @@ def test_kernels_are_read():
 
 def test_every_recipe_and_six_schedules_and_ten_engines():
     kinds = [name.partition("/")[0] for name in programs.programs()]
-    assert kinds.count("recipe") == len(programs.entry_points(group="jaxllm.recipes")) == 21
+    names = {entry.name for entry in programs.entry_points(group="jaxllm.recipes")}
+    assert kinds.count("recipe") == len(names - {"locret_smollm2"}) == 21  # which has a loop of its own
     assert len(programs.SCHEDULES) == 6
     assert kinds.count("engine") >= 10
 

@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "gradient_point_nearer_to_the_iterates",
         "jaxllm/optim/schedule_free.py",
-        "lambda x, z: b1 * x + (1 - b1) * z, params, z)",
-        "lambda x, z: (1 - b1) * x + b1 * z, params, z)",
+        "x if z is None else b1 * x + (1 - b1) * z",
+        "x if z is None else (1 - b1) * x + b1 * z",
         ("tests/optim/test_kinds.py::test_schedule_free",),
     ),
     Mutant(
