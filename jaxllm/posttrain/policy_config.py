@@ -79,6 +79,8 @@ class PolicyRunConfig(RunConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig("policy"))
 
+    loop: ClassVar[str] = "jaxllm.posttrain.policy_training:train_policy"
+    loop_together: ClassVar[str] = "jaxllm.posttrain.policies_together:train_policies_together"
     own_together: ClassVar[tuple[str, ...]] = ("algorithm", "prompts", "rewards", "environment")
 
     def __post_init__(self) -> None:
