@@ -22,6 +22,7 @@ import jax
 from jaxllm.config import ConfigError
 from jaxllm.models.param_subset import merge
 from jaxllm.peft.adapted_model import adapter_of, base_params
+from jaxllm.posttrain.algorithms import find_algorithm
 from jaxllm.posttrain.episode_log import EpisodeLog
 from jaxllm.posttrain.policy_config import PolicyRunConfig
 from jaxllm.posttrain.policy_training import RolloutFeed, StepRollouts, open_policy_data, with_algorithm
@@ -53,6 +54,13 @@ def train_policies_together(configs: Sequence[PolicyRunConfig]) -> tuple[TrainRe
             from their last checkpoints.
         ConfigError: the policies are no adapters that an engine serves side by side, or as for ``train_together``.
     """
+    for config in configs:
+        if find_algorithm(config.algorithm).has_values:
+            raise ConfigError(
+                f'{config.name}: algorithm = "{config.algorithm}" has a value head, which is trained for one run at a '
+                "time; the engine's policies are adapters alone. Choose another algorithm, or train one policy after "
+                "the other."
+            )
     configs = [with_algorithm(config) for config in configs]
     check_alike(configs)
     first = configs[0]

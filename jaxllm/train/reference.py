@@ -18,6 +18,7 @@ from jaxtyping import Array
 import sharding
 from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
+from jaxllm.models.value_head import without_value_head
 from jaxllm.peft.adapted_model import base_params
 from jaxllm.peft.base_hash import params_checksum
 from jaxllm.peft.method_table import ADAPTER_METHODS
@@ -105,4 +106,4 @@ def trains_adapter_only(config: RunConfig) -> bool:
     method = ADAPTER_METHODS[config.adapter.kind] if config.adapter else None
     if method is None or method.declare is None or method.needs_gradients or method.architecture is not None:
         return False
-    return not any(jax.tree.leaves(base_params(trained_params(config, run_model(config)))))
+    return not any(jax.tree.leaves(without_value_head(base_params(trained_params(config, run_model(config))))))

@@ -55,11 +55,11 @@ def prompts_file(folder: Path) -> Path:
 
 
 def policy_run(folder: Path, **fields: Any) -> PolicyRunConfig:
-    """A run of the tiny policy; ``fields`` by name, those of rollout too."""
+    """A run of the tiny policy; ``fields`` by name, those of rollout too where the run has none of the name."""
     rollout = {
         name: fields.pop(name)
         for name in list(fields)
-        if name in RolloutConfig.__dataclass_fields__ and name != "prompts"
+        if name in RolloutConfig.__dataclass_fields__ and name not in PolicyRunConfig.__dataclass_fields__
     }
     shared: dict[str, Any] = {
         "name": "policy",
