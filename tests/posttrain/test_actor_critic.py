@@ -53,6 +53,7 @@ def test_generalised_advantages_of_packed_rows(rng, gamma, lam):
     ]
     rewards, values = [1.5, -0.5, 2.0], rng.normal(size=(2, 16))
     found = with_values(batch, places, rewards, values, GaeConfig(gamma, lam))
+    batch: Any = found.batch
     want = []
     for place, reward in zip(places, rewards, strict=True):
         own = values[place.row, place.columns].tolist()
@@ -60,15 +61,13 @@ def test_generalised_advantages_of_packed_rows(rng, gamma, lam):
     flat = np.concatenate(want)
     for place, own in zip(places, want, strict=True):
         scaled = (np.array(own) - flat.mean()) / math.sqrt(flat.var(ddof=1) + 1e-8)
-        assert found.batch.advantages[place.row, place.columns] == pytest.approx(scaled, abs=1e-6)
-        assert found.batch.old_values[place.row, place.columns] == pytest.approx(
-            values[place.row, place.columns], abs=1e-6
-        )
-        assert found.batch.returns[place.row, place.columns] == pytest.approx(
+        assert batch.advantages[place.row, place.columns] == pytest.approx(scaled, abs=1e-6)
+        assert batch.old_values[place.row, place.columns] == pytest.approx(values[place.row, place.columns], abs=1e-6)
+        assert batch.returns[place.row, place.columns] == pytest.approx(
             own + values[place.row, place.columns], abs=1e-6
         )
-    assert (found.batch.advantages != 0).sum() == (found.batch.returns != 0).sum() == 9
-    assert found.advantages[2] == pytest.approx(float(found.batch.advantages[1, 4]), abs=1e-6)
+    assert (batch.advantages != 0).sum() == (batch.returns != 0).sum() == 9
+    assert found.advantages[2] == pytest.approx(float(batch.advantages[1, 4]), abs=1e-6)
     assert found.metrics["advantage_std"] == pytest.approx(flat.std())
 
 
@@ -104,6 +103,7 @@ def curves(directory: Any) -> list[Any]:
     return [{k: v for k, v in row.items() if not any(x in k for x in ("second", "wait", "memory"))} for row in rows]
 
 
+@pytest.mark.drawn(0.3)
 def test_a_run_resumes_bitwise_with_its_value_head(tmp_path, monkeypatch):
     whole = policy_run(tmp_path, algorithm="ppo", steps=4, group=2)
     result = train_policy(whole)
@@ -129,6 +129,7 @@ def test_a_run_resumes_bitwise_with_its_value_head(tmp_path, monkeypatch):
     assert any(row["advantage"] != 0 for row in episodes)
 
 
+@pytest.mark.drawn(0.2)
 def test_adapters_and_meshes(tmp_path):
     """The head of an adapter's run is trained beside it, on a mesh and in micro-batches; the reference is its base."""
     base = train_policy(policy_run(tmp_path, name="base", steps=1)).directory

@@ -250,7 +250,7 @@ def rollouts_are_on_policy(case: str) -> float:
         return feed.worst
 
 
-@proof("posttraining", cases=["grpo", "dapo"], sample=1)
+@proof("posttraining", cases=["grpo", "dapo", "ppo"], sample=1)
 def policies_resume(algorithm: str) -> None:
     """A run that a signal stops, and one that runs through."""
     with tempfile.TemporaryDirectory() as name:
@@ -297,12 +297,13 @@ def curve(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@proof("posttraining", cases=[0, 1, 2, "shuffled"], sample=1, bound=0.0)
+@proof("posttraining", cases=[0, 1, 2, "shuffled", "ppo"], sample=1, bound=0.0)
 def a_policy_learns(case: int | str) -> float:
     """By how much the mean reward of the last steps falls short of its claim, or, shuffled, exceeds it."""
     shuffled = case == "shuffled"
     with tempfile.TemporaryDirectory() as name:
-        config = policy_run(Path(name), steps=30, seed=0 if shuffled else case, group=8)
+        config = policy_run(Path(name), steps=30, seed=case if isinstance(case, int) else 0, group=8)
+        config = dataclasses.replace(config, algorithm="ppo" if case == "ppo" else config.algorithm)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=16))
         with pytest.MonkeyPatch.context() as monkeypatch:
             if shuffled:
@@ -310,6 +311,7 @@ def a_policy_learns(case: int | str) -> float:
             result = train_policy(config)
         rewards = [row["reward"] for row in rows_of(result.directory)]
         gain = float(np.mean(rewards[-5:]) - np.mean(rewards[:5]))
+        print(f"reward +{gain:.3f}")
         return max(abs(gain) - 0.1, 0.0) if shuffled else max(0.2 - gain, 0.0)
 
 
