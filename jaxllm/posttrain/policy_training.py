@@ -23,6 +23,7 @@ from jaxllm.config import ConfigError
 from jaxllm.data import Batch, Dataset
 from jaxllm.data.loader import resolve_tokenizer
 from jaxllm.models.value_head import without_value_head
+from jaxllm.observe.policy_phases import TIMELINE, PhaseLog
 from jaxllm.peft.adapted_model import merge_adapters
 from jaxllm.posttrain.algorithms import find_algorithm
 from jaxllm.posttrain.environments.environment_table import find_environment
@@ -179,18 +180,27 @@ class RolloutFeed:
             model, weights, self.tokenizer, mesh, self.longest, self.config.rollout.max_sequences
         )
         engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
-        log = self.log_of(run, first)
+        log, timeline = self.log_of(run, first), timeline_of(run)
 
         def swap() -> None:
             with jax.set_mesh(run.mesh):
                 engine.swap(merge(params()))
 
-        ahead = self.config.rollout.max_staleness
-        with RolloutQueue(swap, lambda step: engine.run(self.rollouts(step)), ahead, self.config.steps) as queue:
-            yield self._each(run, first, queue, log, params)
+        def updated() -> None:
+            jax.block_until_ready(params())
+
+        ahead, last = self.config.rollout.max_staleness, self.config.steps
+        with RolloutQueue(swap, lambda step: engine.run(self.rollouts(step)), ahead, last, updated) as queue:
+            yield self._each(run, first, queue, log, timeline, params)
 
     def _each(
-        self, run: Run, first: int, queue: RolloutQueue, log: EpisodeLog, params: Callable[[], Any]
+        self,
+        run: Run,
+        first: int,
+        queue: RolloutQueue,
+        log: EpisodeLog,
+        timeline: PhaseLog,
+        params: Callable[[], Any],
     ) -> Iterator[tuple[int, Any]]:
         value = value_function(run) if self.algorithm.has_values else None
         for step in itertools.count(first):
@@ -198,7 +208,7 @@ class RolloutFeed:
             rollouts: StepRollouts = found.batch
             if value is not None:
                 rollouts = valued(rollouts, value(params(), rollouts.packed.batch), self.config.gae)
-            yield step, run.put_batch(self.logged(step, rollouts, found, log))
+            yield step, run.put_batch(self.logged(step, rollouts, found, log, timeline))
 
     @property
     def longest(self) -> int:
@@ -210,12 +220,15 @@ class RolloutFeed:
         file = run.directory.path / EPISODES if run.directory.writes else None
         return EpisodeLog(file, first, self.config.rollout.episodes)
 
-    def logged(self, step: int, rollouts: StepRollouts, queued: QueuedBatch, log: EpisodeLog) -> Batch:
-        """Batch of a step's rollouts, whose episodes and metrics are logged."""
+    def logged(
+        self, step: int, rollouts: StepRollouts, queued: QueuedBatch, log: EpisodeLog, timeline: PhaseLog
+    ) -> Batch:
+        """Batch of a step's rollouts, whose episodes, phases and metrics are logged."""
         log.write(step + 1, rollouts.groups)
+        timeline.write(queued.phases)
         self._metrics[step + 1] = rollouts.metrics | {
-            "swap_seconds": queued.swap_seconds,
-            "rollout_seconds": queued.rollout_seconds,
+            "swap_seconds": queued.seconds("swap"),
+            "rollout_seconds": queued.seconds("rollout"),
             "rollout_wait": queued.waited,
         }
         return rollouts.packed.batch
@@ -298,6 +311,11 @@ class RolloutFeed:
                 f"{one.rollout.text[:200]!r}. Mend the reward function and start again: the run resumes from its last "
                 "checkpoint."
             )
+
+
+def timeline_of(run: Run) -> PhaseLog:
+    """Log of the phases of a run's start."""
+    return PhaseLog(run.directory.path / TIMELINE if run.directory.writes else None)
 
 
 def value_function(run: Run) -> Callable[[Any, Batch], np.ndarray]:
