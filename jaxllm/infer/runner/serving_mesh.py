@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
+from jaxllm.infer.runner.extended_vocabulary import ExtendedVocabulary
 from jaxllm.models import Functional, functional
-from jaxllm.models.extended_vocabulary import ExtendedVocabulary
 from jaxllm.models.packed_weight import is_packed
 from sharding import Rules, ShardingError
 

@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxllm.hub.safetensors import open_file, write_file
+from jaxllm.infer.runner.extended_vocabulary import ExtendedVocabulary
 from jaxllm.models import Functional
-from jaxllm.models.extended_vocabulary import ExtendedVocabulary
 from jaxllm.peft.adapter import Adapter, merged_params
 from jaxllm.peft.low_rank_factors import LoraWeight, LowRank
 
