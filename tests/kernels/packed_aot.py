@@ -74,7 +74,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     arguments = (
-        array(x.m, x.k), array(x.k // form.lanes, x.n, jnp.uint8), 
+        array(x.m, x.k), array(x.k // form.lanes, x.n, jnp.uint8),
         array(x.k // (x.group or x.k), x.n, jnp.uint8 if x.exponents else jnp.float32),
     )  # fmt: skip
     report = aot.compile(step, *arguments, topology=topology, mesh=mesh)
