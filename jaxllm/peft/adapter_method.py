@@ -35,6 +35,7 @@ class AdapterConfig:
         experts: "mixlora" and "pesc": number of experts of a feed-forward layer.
         top_k: "mixlora" and "pesc": experts per token.
         width: "pesc": inner width of an expert's adapter.
+        gradient_batches: "lora_ga": the first batches of the run over which the gradient is taken that it starts from.
     """
 
     kind: AdapterName = "none"
@@ -46,6 +47,7 @@ class AdapterConfig:
     experts: int = 8
     top_k: int = 2
     width: int = 64
+    gradient_batches: int = 8
 
     def __post_init__(self) -> None:
         split = tuple(name for one in self.targets for name in one.split(",") if name)
@@ -58,6 +60,8 @@ class AdapterConfig:
             raise ValueError(f"adapter.group = {self.group}: only longlora has groups; give it 0 or a positive number.")
         if self.tokens < 1:
             raise ValueError(f"adapter.tokens = {self.tokens}; give a positive number.")
+        if self.gradient_batches < 1:
+            raise ValueError(f"adapter.gradient_batches = {self.gradient_batches}; give a positive number.")
         if not self.targets:
             raise ValueError('adapter.targets is empty; give names such as "attention" and "mlp".')
 
@@ -89,7 +93,7 @@ class AdapterMethod:
             a checkpoint will replace the adapter.
         trained: patterns of the parameters that are trained (``jaxllm.models.param_subset``).
         kept: patterns of further parameters that are no part of the base, and saved.
-        needs_gradients: whether ``start`` needs the base's gradient on the first batch.
+        needs_gradients: whether ``start`` needs the base's gradient on the first batches.
         context: makes what makes the attention context of training, ``(segment_ids, layout) -> context``; None: that
             of all passes.
         text_context: makes what makes the attention context of all passes over packed rows; None: the model's own.

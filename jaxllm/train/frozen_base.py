@@ -25,7 +25,7 @@ from jaxllm.train.run_model import base_model, saved_params
 from jaxllm.train.step.train_state import TrainState
 
 BaseGradients = Callable[[RunConfig, Any], Any]
-"""``(run, base) -> gradients`` of the run's trainable parameters on its first batch."""
+"""``(run, base) -> gradients`` of the run's trainable parameters on its first batches."""
 
 
 class FrozenBase:
@@ -55,7 +55,7 @@ class FrozenBase:
         """Parameters before training: the base, read again, and fresh adapters; the caller may donate them.
 
         Args:
-            gradients: gradients of the base on the first batch, for methods that start from them; None: the adapters
+            gradients: gradients of the base on the first batches, for methods that start from them; None: the adapters
                 will be replaced by those of a checkpoint.
         """
         config = self._config

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.checkpoint import StateProvider, state_providers
@@ -18,6 +19,7 @@ from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.data.skip_batches import SkippingDataset
 from jaxllm.models import Functional
+from jaxllm.models.param_subset import select
 from jaxllm.observe.metric_sinks import check_sinks as check_trackers
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
@@ -195,15 +197,24 @@ class Run:
         saver.save(place, step, state_providers.with_provider_arrays(saved, self.also), meta)
 
     def first_gradients(self, config: RunConfig, params: Any) -> Any:
-        """Gradients of a run's trainable parameters on this run's first batch.
+        """Sum of the gradients of a run's trainable parameters on this run's first ``adapter.gradient_batches``.
 
         Args:
             config: this run with other trainable parameters.
             params: of ``config``'s model.
         """
-        grads = build_value_and_grad(config, run_model(config), self.mesh)
+        model = run_model(config)
+        value_and_grad = build_value_and_grad(config, model, self.mesh)
+
+        def added(params: Any, batch: Any, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, value_and_grad(params, batch)[1])
+
         with jax.set_mesh(self.mesh):
-            return jax.jit(grads)(params, self.put_batch(self.data.train.batch_at(0)))[1]
+            total = jax.tree.map(jnp.zeros_like, select(trained_params(config, model), params))
+            step = jax.jit(added, donate_argnums=2)
+            for number in range(self.config.adapter.gradient_batches):
+                total = step(params, self.put_batch(self.data.train.batch_at(number)), total)
+        return total
 
     def read_metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Metrics of a step; of replicas, their means over those of this process, as host arrays."""

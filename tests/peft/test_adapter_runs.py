@@ -18,7 +18,7 @@ from jaxllm.hub import HubError
 from jaxllm.models import functional
 from jaxllm.peft import AdapterConfig, AdapterError, merged_params, read_peft
 from jaxllm.train import train
-from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run import Run, build_value_and_grad, fitting_mesh
 from jaxllm.train.run_model import run_model
 from tests.train import runs
 
@@ -67,6 +67,23 @@ def test_a_run_resumes_bitwise(finished: Path, trained: Path) -> None:
     for name, value in kept[0].items():
         assert (value == kept[1][name]).all(), name
     assert max(np.abs(value).max() for name, value in kept[0].items() if name.endswith("/b")) > 0
+
+
+def test_a_gradient_of_several_batches(finished: Path) -> None:
+    """LoRA-GA starts from the sum of the gradients of the run's first batches."""
+    adapter = AdapterConfig("lora_ga", rank=2, targets=("q", "mlp"), gradient_batches=3)
+    run = Run(runs.run_config(finished, **adapted(finished, adapter=adapter)))
+    assert run.base is not None
+    assert run.init_model is not None
+    whole, base = run.base.without_adapter(), run.init_model.load(run.mesh, "float32")
+    with jax.set_mesh(run.mesh):
+        step = jax.jit(build_value_and_grad(whole, run_model(whole), run.mesh))
+        alone = [values(step(base, run.put_batch(run.data.train.batch_at(number)))[1]) for number in range(3)]
+    for found, *parts in zip(values(run.first_gradients(whole, base)), *alone, strict=True):
+        np.testing.assert_allclose(found, sum(parts), rtol=1e-5, atol=1e-6)
+        assert np.abs(found - 3 * parts[0]).max() > 1e-3
+    with pytest.raises(ValueError, match=r"adapter.gradient_batches = 0; give a positive number"):
+        AdapterConfig("lora_ga", gradient_batches=0)
 
 
 def test_what_is_made_of_a_run(finished: Path, trained: Path, tmp_path: Path) -> None:
