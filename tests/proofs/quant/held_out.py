@@ -11,11 +11,10 @@ import numpy as np
 
 from benchmarks.serving.quantised_losses import texts
 from jaxllm.convert.load import load_model
-from jaxllm.models import functional
 from jaxllm.quant.grids import IntGrid
 from jaxllm.quant.input_statistics import BlockRecorder, InputStatistics, leaf_path
-from jaxllm.quant.methods.gptq import gptq_damped
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
+from jaxllm.quant.methods.rounding_table import METHODS
 from tests.proofs.harness import proof
 
 ROWS, HELD_OUT, LENGTH, GROUP = 12, 6, 256, 64
@@ -30,7 +29,7 @@ class SmolLM2Inputs:
 
     def __init__(self) -> None:
         loaded = load_model("smollm2")
-        self.model, self.params = functional(loaded.config), loaded.params
+        self.model, self.params = loaded.model, jax.tree.map(np.asarray, loaded.params)
         held_out, calibration = texts()
         rows = [
             np.asarray(list(loaded.tokenizer.encode(text[: 40 * count * LENGTH]))[: count * LENGTH], np.int32)
@@ -43,7 +42,8 @@ class SmolLM2Inputs:
     def of_layer(self, layer: int) -> list[tuple[str, Any, InputStatistics, InputStatistics]]:
         """(path, matrix [I, O], calibration's statistics, held-out statistics) of a layer's matrices."""
         if layer < self.layer:
-            self.__init__()
+            inputs.cache_clear()
+            return inputs().of_layer(layer)
         while True:
             own = jax.tree.map(lambda x: jnp.asarray(x[self.layer], jnp.float32), self.params["segments"]["0"])
             here = self.layer == layer
@@ -69,7 +69,7 @@ def held_out_ratio(matrix: Any, seen: InputStatistics, held: InputStatistics, gr
         off = matrix - grid.decode(codes, spread(params, group, len(matrix)))
         return float(jnp.sum(off * (held.gram @ off)))
 
-    codes, params, _ = gptq_damped(matrix, seen.gram, grid, group)
+    codes, params, _ = METHODS["gptq"].round(matrix, seen.gram, grid, group)
     return error(codes, params) / error(*round_to_nearest(matrix, grid, group))
 
 
