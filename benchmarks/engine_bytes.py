@@ -1,12 +1,14 @@
 """Bytes that a decode step of an 8B model moves, by those of its weights and cache, compiled for a device far away.
 
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
-        [--layers stacked,apart] [--tiny]
+        [--layers stacked,apart] [--weights bfloat16,int4,int8] [--tiny]
 
-The step is the engine's decode program of the recipe llama3_8b in bfloat16. Bytes come from the text of the compiled
-program (`jaxllm.compiler.hbm_traffic`); the attention kernel's loops depend on data, so its traffic is added as the KV
-cache read once. Work that a call does once, before its first decode step (a weight gets another layout), is reported
-separately, since one call runs up to eight decode steps. Layers are stacked, as in training, or unstacked.
+The step is the engine's decode program of the recipe llama3_8b in bfloat16, or with its matrices packed. Bytes come
+from the text of the compiled program (`jaxllm.compiler.hbm_traffic`); the attention kernel's loops depend on data, so
+its traffic is added as the KV cache read once. Work that a call does once, before its first decode step (a weight gets
+another layout), is reported separately, since one call runs up to eight decode steps. Layers are stacked, as in
+training, or unstacked. "planned" are bytes of weights and cache by the formula of `jaxllm plan`, "arguments" those of
+the compiled program's arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +22,15 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def compiled(topology: Any, batch: int, context: int, layers: str, tiny: bool = False) -> dict[str, Any]:
-    """In a child that is set up for the topology's compiler. tiny: two layers, narrow, to try the command."""
+def compiled(
+    topology: Any, batch: int, context: int, layers: str, weights: str = "bfloat16", tiny: bool = False
+) -> dict[str, Any]:
+    """In a child that is set up for the topology's compiler.
+
+    Args:
+        weights: "bfloat16", or a row of ``WEIGHT_FORMATS``.
+        tiny: two layers, narrow, to try the command.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -33,8 +42,12 @@ def compiled(topology: Any, batch: int, context: int, layers: str, tiny: bool = 
     from jaxllm.infer.runner.serving_mesh import serving_model
     from jaxllm.infer.runner.step_shape import StepShape
     from jaxllm.models import functional, unstack_layers
+    from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel
+    from jaxllm.plan.hardware import Cluster
+    from jaxllm.quant.packing import packed_shapes
     from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b
+    from sharding import MeshSpec
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
     if tiny:
@@ -54,7 +67,7 @@ def compiled(topology: Any, batch: int, context: int, layers: str, tiny: bool = 
         form = groups[0].format()
         pages = batch * columns + 1
         pool = abstract((config.layers, pages, form.kv_heads, page, form.width), jnp.bfloat16)
-        shapes = model.abstract()
+        shapes = model.abstract() if weights == PLAIN else packed_shapes(model, weights)
         if layers == "apart":
             shapes = jax.eval_shape(unstack_layers, shapes)
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
@@ -65,13 +78,17 @@ def compiled(topology: Any, batch: int, context: int, layers: str, tiny: bool = 
     text = program.as_text() or ""
     found = hbm_traffic.read(text)
     step_bytes = hbm_traffic.read(text, turns=2).bytes - found.bytes
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    nbytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    read = nbytes(params)
     if not config.tied:
-        weights -= params["embedding"]["table"].size * 2  # of which a row a token is read
+        read -= nbytes(params["embedding"]["table"])  # of which a row a token is read
+    cluster = Cluster.parse(topology.name)
+    plan = ServingStepModel(config, cluster, MeshSpec.parse("data=1"), weights=weights)
     cache = batch * context * kv_bytes_per_token(config)
     return {
-        "weights": weights, "cache": cache, "moved": step_bytes + cache, "before": found.bytes - step_bytes,
-        "temporaries": memory.temp_size_in_bytes,
+        "weights": read, "cache": cache, "arguments": memory.argument_size_in_bytes,
+        "planned": plan.device_weight_bytes + plan.token_bytes * page * pages,
+        "moved": step_bytes + cache, "before": found.bytes - step_bytes, "temporaries": memory.temp_size_in_bytes,
         "data_loops": found.data_loops, "kernels": found.kernels,
     }  # fmt: skip
 
@@ -85,23 +102,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", default="1,16,32")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", default="stacked,apart")
+    parser.add_argument("--weights", default="bfloat16", help="bfloat16, or formats of packed weights: int4,nf4,...")
     parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     for on in options.on.split(","):
-        for batch, layers in itertools.product(map(int, options.batches.split(",")), options.layers.split(",")):
-            kwargs = {"batch": batch, "context": options.context, "layers": layers, "tiny": options.tiny}
+        cells = itertools.product(map(int, options.batches.split(",")), *(
+            given.split(",") for given in (options.layers, options.weights)
+        ))  # fmt: skip
+        for batch, layers, weights in cells:
+            cell = {"batch": batch, "layers": layers, "weights": weights}
+            kwargs = cell | {"context": options.context, "tiny": options.tiny}
             row = run_isolated("benchmarks.engine_bytes:compiled", on, kwargs)
             if options.json:
-                print(json.dumps({"on": on, "batch": batch, "layers": layers} | row), flush=True)
+                print(json.dumps({"on": on, "format": weights, "batch": batch, "layers": layers} | row), flush=True)
                 continue
             least = row["weights"] + row["cache"]
             print(
-                f"{on:9} batch {batch:3} {layers:7}: {row['moved'] / 1e9:7.2f} GB moved, "
+                f"{on:9} {weights:8} batch {batch:3} {layers:7}: {row['moved'] / 1e9:7.2f} GB moved, "
                 f"{least / 1e9:7.2f} GB of weights and cache: "
                 f"{row['moved'] / least:.3f}, a roofline of {least / row['moved']:.0%}; "
                 f"{row['before'] / least:.3f} once a call; "
-                f"{row['temporaries'] / 1e6:.0f} MB of temporaries",
+                f"{row['temporaries'] / 1e6:.0f} MB of temporaries; "
+                f"arguments {row['arguments'] / row['planned']:.4f} of the plan's",
                 flush=True,
             )
     return 0

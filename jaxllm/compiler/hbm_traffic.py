@@ -137,13 +137,17 @@ class TrafficReader:
             elif user.opcode in ("dynamic-update-slice", "scatter") and user.operands[0] == name:
                 continue  # in place
             elif user.opcode in _PASSES:
-                # What a fusion inside a fusion hands on as it is, the outer one uses in some way of its own.
                 total += whole if user.name == inside.root.name else self._used(user.name, inside, whole)
             elif user.opcode == "fusion":
                 deeper = self.module.callee(user)
                 places = [i for i, operand in enumerate(user.operands) if operand == name]
-                found = [p for p in deeper.instructions.values() if p.opcode == "parameter" and int(p.inside) in places]
-                total += sum(self._used(p.name, deeper, whole) for p in found)
+                for inner in deeper.instructions.values():
+                    if inner.opcode != "parameter" or int(inner.inside) not in places:
+                        continue
+                    if user.name != inside.root.name and _hands_on(inner.name, deeper):
+                        total += self._used(user.name, inside, whole)
+                    else:
+                        total += self._used(inner.name, deeper, whole)
             else:
                 return whole
         return total
@@ -164,6 +168,16 @@ class TrafficReader:
                 total += self._written(own, inside, ", ".join(itertools.islice(parts, len(shapes_of(own.shape)))))
             return total
         return far(shapes_of(shape))
+
+
+def _hands_on(name: str, inside: hlo.Computation) -> bool:
+    """Whether a parameter's only use is to be the result as it is, but for its layout or dtype."""
+    while name != inside.root.name:
+        users = [user for user in inside.instructions.values() if name in user.operands]
+        if len(users) != 1 or users[0].opcode not in _PASSES:
+            return False
+        name = users[0].name
+    return True
 
 
 def shapes_of(shape: str) -> list[str]:

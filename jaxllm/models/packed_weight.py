@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -33,6 +34,11 @@ FEW_ROWS = {"cpu": 1, "tpu": 16, "gpu": 16}
 """Rows of an expert that are multiplied with packed codes, by platform; with more, XLA:CPU writes the dense matrix."""
 TILE_BYTES = {"cpu": 2**21, "tpu": 2**24, "gpu": 2**24}
 """Bytes of an output matrix's rows that are dequantised at a time, by platform: what caches hold until the matmul."""
+
+BYTE_ROWS = 32
+"""Rows of bytes that a TPU's tile has."""
+FEW_LOOKUPS = 256
+"""Tokens whose rows of an embedding in bytes are looked up with the tiles that they lie in."""
 
 
 @runtime_checkable
@@ -182,7 +188,7 @@ class PackedWeight:
     def lookup(self, ids: Int[Array, "B S"], dtype: DTypeLike, out: LogicalAxes) -> Float[Array, "B S D"]:
         """Rows of an embedding, dequantised; the others are not."""
         rows = (
-            sharding.take(x, ids, out=axes)
+            _rows(x, ids, axes)
             for x, axes in zip((self.values, self.scales), (out, self.format.scale_axes(out)), strict=True)
         )
         return sharding.by_shard(functools.partial(self.format.unpack, dtype=dtype), *rows)
@@ -290,6 +296,22 @@ def _fused_matmul(
     return functools.reduce(operator.add, [first, *(_wide_dot(part, weight) for part, weight in terms)])
 
 
+def _rows(table: Array, ids: Int[Array, "B S"], out: LogicalAxes) -> Array:
+    """Rows of a table of bytes or scales.
+
+    On TPUs bytes lie in tiles of ``BYTE_ROWS`` rows, which a lookup of single rows makes the compiler lay out anew: it
+    copies the table in every decode step. Of few tokens, whole tiles are looked up, and a row of each is taken.
+    """
+    tall = table.shape[0]
+    few = ids.size <= FEW_LOOKUPS and tall % BYTE_ROWS == 0 and table.dtype.itemsize == 1
+    if target_device().platform != "tpu" or not few:
+        return sharding.take(table, ids, out=out)
+    tiles = table.reshape(tall // BYTE_ROWS, BYTE_ROWS, *table.shape[1:])
+    found = sharding.take(tiles, ids // BYTE_ROWS, out=(*out[: ids.ndim], None, *out[ids.ndim :]))
+    own = jnp.arange(BYTE_ROWS) == (ids % BYTE_ROWS)[..., None]
+    return jnp.sum(jnp.where(own[..., None], found, 0), axis=ids.ndim, dtype=table.dtype)
+
+
 def _row_matmul(form: RowFormat, x: Float[Array, "T D"], values: Array, scales: Array) -> Float[Array, "T V"]:
     """Matmul of one device's hidden states and rows, in at least float32.
 
@@ -304,10 +326,17 @@ def _row_matmul(form: RowFormat, x: Float[Array, "T D"], values: Array, scales: 
     tile = max(1, TILE_BYTES[target_device().platform] // (at_least_f32(x.dtype).itemsize * inputs))
     if size <= tile:
         return some(values, scales)
-    whole = size // tile * tile
-    tiled = (a[:whole].reshape(-1, tile, *a.shape[1:]) for a in (values, scales))
-    first = jnp.moveaxis(jax.lax.map(lambda own: some(*own), tuple(tiled)), 0, 1).reshape(x.shape[0], whole)
-    return first if whole == size else jnp.concatenate([first, some(values[whole:], scales[whole:])], axis=1)
+    count, rest = divmod(size, tile)
+
+    def at(i: Array) -> Float[Array, "T n"]:
+        # Sliced within the loop: outside, the slice of all whole tiles would be a copy of the matrix. Of a product the
+        # compiler knows that it is a multiple of the tile, so that TPUs need no other layout to slice at it.
+        return some(*(jax.lax.dynamic_slice_in_dim(a, i * np.uint32(tile), tile) for a in (values, scales)))
+
+    tiles = jnp.moveaxis(jax.lax.map(at, jnp.arange(count, dtype=jnp.uint32)), 0, 1).reshape(x.shape[0], -1)
+    if not rest:
+        return tiles
+    return jnp.concatenate([tiles, some(values[-rest:], scales[-rest:])], axis=1)
 
 
 def _wide_dot(x: Array, w: Array) -> Array:

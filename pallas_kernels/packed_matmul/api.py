@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, UInt8
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.packed_matmul.codes import PackedCodes
-from pallas_kernels.packed_matmul.reference import dequantised, packed_matmul_reference
+from pallas_kernels.packed_matmul.reference import Scales, dequantised, packed_matmul_reference
 from pallas_kernels.packed_matmul.xla import packed_matmul_xla
 
 
@@ -41,7 +41,7 @@ IMPLEMENTATIONS = {
 def packed_matmul(
     x: Float[Array, "M K"],
     packed: UInt8[Array, "B N"],
-    scales: Float[Array, "G N"],
+    scales: Scales,
     form: PackedCodes,
     *,
     implementation: Implementation = None,
@@ -51,7 +51,8 @@ def packed_matmul(
     Args:
         x: rows.
         packed: bytes of neighbouring inputs' codes, the first in the lowest bits.
-        scales: scale of each group of K / G neighbouring inputs and output.
+        scales: scale of each group of K / G neighbouring inputs and output; bytes are exponents of powers of two
+            (e8m0), of which the kernels decode as many as a tile has.
         form: bits of a code, and the values that codes stand for.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
@@ -30,6 +31,15 @@ class PackedCodes(NamedTuple):
     def lanes(self) -> int:
         """Codes of a byte."""
         return 8 // self.bits
+
+
+def scale_values(scales: Float[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """Scales in at least float32; of bytes, which are exponents (e8m0), 2^(byte - 127)."""
+    if scales.dtype != jnp.uint8:
+        return scales.astype(jnp.promote_types(scales.dtype, jnp.float32))
+    bits = scales.astype(jnp.int32) << 23
+    # Exponent 0 stands for half of the smallest normal float32.
+    return jax.lax.bitcast_convert_type(jnp.where(bits == 0, 1 << 22, bits), jnp.float32)
 
 
 def split_lanes(x: Shaped[Array, "M K"], lanes: int) -> Shaped[Array, "n M B"]:

@@ -19,15 +19,16 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, round_up, stated
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, split_lanes
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values, split_lanes
 from pallas_kernels.packed_matmul.config import gpu_tiles
+from pallas_kernels.packed_matmul.reference import Scales
 
 MAX_ELEMENTS = 2**31
 """Offsets in an array are 32-bit integers."""
 
 
 def packed_matmul_pallas_gpu(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes
+    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
 ) -> Float[Array, "M N"]:
     """Packed matmul on GPUs; see ``packed_matmul``.
 
@@ -54,7 +55,8 @@ def packed_matmul_pallas_gpu(
             part, own = pl.ds(start, tiles.inner), _from(start, tiles.inner) < rows
             both = own[:, None] & inside[None]
             codes = plgpu.load(packed.at[part, across], mask=both, other=0)
-            scale = plgpu.load(scales.at[jnp.minimum(start // size, groups - 1), across], mask=inside, other=0.0)
+            scale = plgpu.load(scales.at[jnp.minimum(start // size, groups - 1), across], mask=inside, other=0)
+            scale = scale_values(scale)
             for lane in range(form.lanes):
                 matrix = lane_values(codes, lane, form) * scale[None]
                 # A byte beyond the last is a code, too, and its value may be other than 0.
@@ -82,7 +84,7 @@ def packed_matmul_pallas_gpu(
         metadata=stated(estimate),
         name="packed_matmul",
     )
-    return call(split_lanes(x, form.lanes), packed, scales.astype(jnp.float32))
+    return call(split_lanes(x, form.lanes), packed, scales if scales.dtype == jnp.uint8 else scales.astype(jnp.float32))
 
 
 def _from(start: Any, size: int) -> Array:

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels._compat import result_like, target_device
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, split_lanes
-from pallas_kernels.packed_matmul.config import tpu_tiles
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values, split_lanes
+from pallas_kernels.packed_matmul.config import SUBLANES, tpu_tiles
+from pallas_kernels.packed_matmul.reference import Scales
 
 
 def packed_matmul_pallas_tpu(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes
+    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
 ) -> Float[Array, "M N"]:
     """Packed matmul on TPUs; see ``packed_matmul``.
 
@@ -40,6 +41,10 @@ def packed_matmul_pallas_tpu(
         )
     held = max(1, tiles.inner // size)
     last = rows // tiles.inner - 1
+    # As they are stored where a block has whole tiles of groups; else the compiler lays them out anew.
+    whole = held % (SUBLANES if scales.dtype == jnp.uint8 else 8) == 0 or held == groups
+    if scales.dtype != jnp.uint8 or not whole:
+        scales = scale_values(scales).astype(jnp.float32)
 
     def body(x: Any, packed: Any, scales: Any, out: Any, acc: Any) -> None:
         i = pl.program_id(2)
@@ -48,7 +53,9 @@ def packed_matmul_pallas_tpu(
         def _() -> None:
             acc[...] = jnp.zeros_like(acc)
 
-        spread = scales[:, 0] if held == 1 else _spread(scales[...], tiles.inner)
+        own = scale_values(scales[...])
+        own = own[:, None] if whole else own
+        spread = own[:, 0] if held == 1 else _spread(own, tiles.inner)
         for lane in range(form.lanes):
             matrix = (lane_values(packed[...], lane, form) * spread).astype(x.dtype)
             acc[...] += dot(x[lane], matrix, (1, 0))
@@ -63,7 +70,9 @@ def packed_matmul_pallas_tpu(
         in_specs=[
             pl.BlockSpec((form.lanes, tiles.rows, tiles.inner), lambda r, c, i: (0, r, i)),
             pl.BlockSpec((tiles.inner, tiles.columns), lambda r, c, i: (i, c)),
-            pl.BlockSpec((held, 1, tiles.columns), lambda r, c, i: (i * tiles.inner // size // held, 0, c)),
+            pl.BlockSpec((held, tiles.columns), lambda r, c, i: (i * tiles.inner // size // held, c))
+            if whole
+            else pl.BlockSpec((held, 1, tiles.columns), lambda r, c, i: (i * tiles.inner // size // held, 0, c)),
         ],
         out_specs=pl.BlockSpec((tiles.rows, tiles.columns), lambda r, c, i: (r, c)),
         out_shape=result_like(x, (m, n), x.dtype),
@@ -73,7 +82,7 @@ def packed_matmul_pallas_tpu(
         cost_estimate=cost(2 * m * k * n, bytes_of(x, packed, scales) + m * n * x.dtype.itemsize),
         name="packed_matmul",
     )
-    return call(split_lanes(x, form.lanes), packed, scales[:, None].astype(jnp.float32))
+    return call(split_lanes(x, form.lanes), packed, scales if whole else scales[:, None])
 
 
 def _spread(scales: Array, rows: int) -> Array:

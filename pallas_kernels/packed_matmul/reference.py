@@ -8,18 +8,22 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values
+
+Scales = Float[Array, "G N"] | UInt8[Array, "G N"]
+"""Scales, or exponents of scales that are powers of two."""
 
 
-def dequantised(packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes) -> Float[Array, "K N"]:
+def dequantised(packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes) -> Float[Array, "K N"]:
     """The matrix: values times scales, in at least float32."""
     lanes = jnp.stack([lane_values(packed, lane, form) for lane in range(form.lanes)], axis=1)
-    values = lanes.reshape(-1, packed.shape[1]).astype(jnp.promote_types(scales.dtype, jnp.float32))
-    return values * jnp.repeat(scales, values.shape[0] // scales.shape[0], axis=0)
+    wide = scale_values(scales)
+    values = lanes.reshape(-1, packed.shape[1]).astype(wide.dtype)
+    return values * jnp.repeat(wide, values.shape[0] // wide.shape[0], axis=0)
 
 
 def packed_matmul_reference(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Float[Array, "G N"], form: PackedCodes
+    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
 ) -> Float[Array, "M N"]:
     """Reference packed matmul; see ``packed_matmul``."""
     matrix = dequantised(packed, scales, form).astype(x.dtype)

@@ -56,6 +56,30 @@ backend_config={"known_trip_count":{"n":"7"}}
 }
 """
 
+NESTED = """HloModule made_up, num_partitions=1
+
+%relaid (q: f32[10,100]) -> f32[10,100] {
+  %q = f32[10,100]{1,0:T(8,128)} parameter(0)
+  ROOT %as_it_is = f32[10,100]{1,0} copy(%q)
+}
+
+%fused (p0: f32[10,100], p1: s32[]) -> f32[100] {
+  %p0 = f32[10,100]{1,0:T(8,128)} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %whole = f32[10,100]{1,0} fusion(%p0), kind=kLoop, calls=%relaid
+  %row = f32[1,100]{1,0} dynamic-slice(%whole, %p1, %zero), dynamic_slice_sizes={1,100}
+  ROOT %flat = f32[100]{0} bitcast(%row)
+}
+
+ENTRY %main (a: f32[10,100], k: s32[]) -> f32[100] {
+  %a = f32[10,100]{1,0:T(8,128)} parameter(0)
+  %k = s32[] parameter(1)
+  ROOT %row = f32[100]{0} fusion(%a, %k), kind=kLoop, calls=%fused
+}
+"""
+"""A table that a fusion within a fusion lays out anew; of the result one row is used."""
+
 BODY = PROGRAM[PROGRAM.index("%body") : PROGRAM.index("%condition")]
 
 
@@ -91,6 +115,13 @@ def test_a_piece_fetched_ahead_is_read_once():
         "  %there = f32[3,100]{1,0:S(1)} slice-done(%ahead)\n  %written =",
     )
     assert hbm_traffic.read(fetched).bytes - hbm_traffic.read(PROGRAM).bytes == 3 * 400
+
+
+def test_a_slice_of_what_a_fusion_hands_on_is_a_slice():
+    """A row is read and written, and the index; a use of the whole result reads the whole table."""
+    assert hbm_traffic.read(NESTED).bytes == 2 * 400 + 4
+    used = NESTED.replace("dynamic-slice(%whole, %p1, %zero), dynamic_slice_sizes={1,100}", "custom-call(%whole)")
+    assert hbm_traffic.read(used).bytes == 4000 + 400
 
 
 def test_a_compiled_product_reads_its_matrix_once():

@@ -41,6 +41,7 @@ class Shape:
     bits: int = 4
     table: bool = False
     dtype: str = "bfloat16"
+    exponents: bool = False
 
 
 SHAPES = {
@@ -50,6 +51,7 @@ SHAPES = {
     "Llama-3-70B, an eighth, a table": Shape(16, 8192, 3584, table=True),
     "Qwen3-0.6B, int8 by channel": Shape(16, 1024, 3072, 0, 8),
     "SmolLM2-135M, groups of 64": Shape(16, 576, 1536, 64),
+    "Llama-3-8B, MXFP4": Shape(1, 4096, 14336, 32, table=True, exponents=True),
     "odd outputs, float32": Shape(77, 1536, 203, 32, dtype="float32"),
 }
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)
@@ -72,7 +74,8 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     arguments = (
-        array(x.m, x.k), array(x.k // form.lanes, x.n, jnp.uint8), array(x.k // (x.group or x.k), x.n, jnp.float32),
+        array(x.m, x.k), array(x.k // form.lanes, x.n, jnp.uint8),
+        array(x.k // (x.group or x.k), x.n, jnp.uint8 if x.exponents else jnp.float32),
     )  # fmt: skip
     report = aot.compile(step, *arguments, topology=topology, mesh=mesh)
     both = report.argument_bytes + report.output_bytes

@@ -32,6 +32,7 @@ class Case(NamedTuple):
     n: int
     groups: int
     form: PackedCodes = PackedCodes(4)
+    exponents: bool = False
 
 
 CASES = {
@@ -43,6 +44,9 @@ CASES = {
     "a table, no multiple of anything": Case(37, 1152, 203, 18, PackedCodes(4, TABLE)),
     "int8 in groups": Case(19, 192, 150, 6, PackedCodes(8)),
     "int8 by channel, levels": Case(3, 96, 20, 1, PackedCodes(8, BYTES)),
+    "groups of whole registers over many tiles": Case(3, 2048, 40, 16),
+    "exponents over many tiles": Case(2, 2048, 40, 64, PackedCodes(4, TABLE), True),
+    "exponents of few groups": Case(5, 1280, 40, 5, exponents=True),
     "int2": Case(9, 512, 140, 4, PackedCodes(2)),
     "int2 with levels": Case(9, 256, 33, 4, PackedCodes(2, TABLE[:4])),
 }
@@ -52,6 +56,7 @@ KILLERS = (
     "one group over many tiles",
     "128 rows",
     "int2",
+    "groups of whole registers over many tiles",
 )
 _CODES = {
     "lanes in the wrong order": ("codes", "form.bits * lane)", "form.bits * (form.lanes - 1 - lane))"),
@@ -65,15 +70,18 @@ _CODES = {
 }
 MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     **{(name, what): edit for name in ("xla", *PALLAS) for what, edit in _CODES.items()},
-    ("reference", "scales by turns"): ("reference", "jnp.repeat(scales, values.shape[0] // scales.shape[0], axis=0)",
-                                       "jnp.tile(scales, (values.shape[0] // scales.shape[0], 1))"),
+    ("reference", "scales by turns"): ("reference", "jnp.repeat(wide, values.shape[0] // wide.shape[0], axis=0)",
+                                       "jnp.tile(wide, (values.shape[0] // wide.shape[0], 1))"),
     ("reference", "lanes after one another"): ("reference", "axis=1)", "axis=0)"),
-    ("xla", "one group's scale"): ("xla", "scales[:, None].astype", "scales[:1, None].astype"),
+    ("xla", "one group's scale"): ("xla", "scale_values(scales)[:, None]", "scale_values(scales)[:1, None]"),
     ("xla", "not added up"): ("xla", "out += jnp.matmul", "out = jnp.matmul"),
     ("pallas_tpu", "not added up"): ("pallas_tpu", "acc[...] += dot", "acc[...] = dot"),
     ("pallas_tpu", "not begun at zero"): ("pallas_tpu", "jnp.zeros_like(acc)", "jnp.ones_like(acc)"),
     ("pallas_tpu", "scales of the first groups"): (
         "pallas_tpu", "(i * tiles.inner // size // held, 0, c)", "(0, 0, c)"
+    ),
+    ("pallas_tpu", "scales of the first whole registers"): (
+        "pallas_tpu", "(i * tiles.inner // size // held, c)", "(0, c)"
     ),
     ("pallas_tpu", "scales by turns"): (
         "pallas_tpu", "jnp.broadcast_to(scales, (groups, rows // groups, columns)).reshape(rows, columns)",
@@ -106,6 +114,9 @@ def draw(rng: np.random.Generator, case: Case, dtype=np.float64):
     """x, bytes, scales."""
     rows = case.k // case.form.lanes
     packed = rng.integers(0, 256, (rows, case.n), dtype=np.uint8)
+    if case.exponents:
+        scales = jnp.asarray(rng.integers(118, 134, (case.groups, case.n), dtype=np.uint8))
+        return jnp.asarray(rng.normal(size=(case.m, case.k)), dtype), jnp.asarray(packed), scales
     scales = rng.uniform(0.2, 2, (case.groups, case.n)) * 2.0 ** rng.integers(-3, 3, (case.groups, 1))
     wide = jnp.promote_types(dtype, jnp.float32)
     return jnp.asarray(rng.normal(size=(case.m, case.k)), dtype), jnp.asarray(packed), jnp.asarray(scales, wide)
@@ -116,6 +127,7 @@ def matrix(packed, scales, case: Case) -> np.ndarray:
     bits = case.form.bits
     levels = np.arange(2**bits) - 2.0 ** (bits - 1) if case.form.levels is None else np.asarray(case.form.levels)
     packed, out = np.asarray(packed), np.zeros((case.k, case.n))
+    scales = np.ldexp(1.0, np.asarray(scales, int) - 127) if case.exponents else scales
     for i in range(case.k):
         codes = packed[i // case.form.lanes] >> (bits * (i % case.form.lanes)) & 2**bits - 1
         out[i] = levels[codes] * np.asarray(scales, np.float64)[i * case.groups // case.k]

@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from jaxllm.models import packed_weight
+from jaxllm.models.packed_weight import PackedWeight
 from jaxllm.quant.formats.block_float8 import BlockFloat8
 from jaxllm.quant.formats.mxfp4 import MXFP4
 from jaxllm.quant.formats.nf4 import LEVELS, NF4
+from pallas_kernels._compat import TargetDevice
+from pallas_kernels.packed_matmul import packed_matmul
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -75,6 +79,21 @@ def test_nf4_is_its_reference(rng):
     np.testing.assert_array_equal(form.unpack(values, scales, jnp.float32), np.array(LEVELS, np.float32)[codes] * again)
     assert 8 * (values.nbytes + scales.nbytes) / weight.size == 4 + 8 / 64 + 64 / (64 * 256)
     assert form.shape(values.shape) == weight.shape
+
+
+@pytest.mark.parametrize(("form", "contract"), [(MXFP4(-2), 2), (MXFP4(-3), 1), (NF4(-2), 2), (NF4(-3), 1)])
+def test_a_matmul_with_nibbles_is_that_of_the_dense_weight(form, contract, rng, monkeypatch):
+    """Unpacked within the matmul, and by the kernel's operands, whose plain implementation stands in on a CPU."""
+    shape = (3, 64, 40) if contract == 2 else (64, 3, 40)
+    packed = PackedWeight(*form.pack(jnp.asarray(rng.normal(size=shape), jnp.float32)), form)
+    x = rng.normal(size=(2, 4, *shape[:contract])).astype(np.float32)
+    want = np.tensordot(x, np.asarray(packed.dense(jnp.float32)), contract)
+    out, used = (None,) * want.ndim, []
+    np.testing.assert_allclose(packed.project(jnp.asarray(x), out, contract), want, rtol=0, atol=1e-4)
+    monkeypatch.setattr(packed_weight, "target_device", lambda: TargetDevice("tpu", "TPU Test"))
+    monkeypatch.setattr(packed_weight, "packed_matmul", lambda *args: used.append(args[2]) or packed_matmul(*args))
+    np.testing.assert_allclose(packed.project(jnp.asarray(x), out, contract), want, rtol=0, atol=1e-4)
+    assert used[0].dtype == (jnp.uint8 if isinstance(form, MXFP4) else jnp.float32)
 
 
 def test_nf4_packs_a_shard_like_the_whole(rng):

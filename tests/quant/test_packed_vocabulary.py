@@ -24,6 +24,7 @@ from jaxllm.quant import describe_packed, pack_params
 from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import MinimumGrid
 from jaxllm.serve.utilisation import weight_bytes
+from pallas_kernels._compat import TargetDevice
 from sharding import MeshSpec, abstract_params, shardings_of
 from sharding.isolate import run_isolated
 from tests import environment, quick, tiny
@@ -49,6 +50,22 @@ def test_rows_and_logits_are_those_of_the_dense_matrix(grid, group, tile, rng, f
     np.testing.assert_allclose(got, x @ dense.T, rtol=0, atol=1e-12)
     rows = jax.jit(lambda ids: packed.lookup(ids, jnp.float64, ("batch", "residual_seq", "act_embed")))(ids)
     np.testing.assert_array_equal(rows, dense[ids])
+
+
+@pytest.mark.parametrize(("rows", "group"), [(64, 8), (64, None), (29, 8)])
+def test_rows_of_whole_tiles(rows, group, rng, monkeypatch):
+    """TPUs look up tiles of 32 rows of bytes, and take a row of each; a table that has others is looked up as ever."""
+    form = CodeGroups(MinimumGrid(4), group, -1)
+    packed = PackedWeight(*form.pack(jnp.asarray(rng.normal(size=(rows, 16)))), form)
+    ids = rng.integers(0, rows, (2, 5))
+    want = packed.lookup(jnp.asarray(ids), jnp.float32, ("batch", "seq", "act_embed"))
+    monkeypatch.setattr(packed_weight, "target_device", lambda: TargetDevice("tpu", "TPU Test"))
+    taken: list[tuple[int, ...]] = []
+    take = packed_weight.sharding.take
+    monkeypatch.setattr(packed_weight.sharding, "take", lambda x, *a, **k: taken.append(x.shape) or take(x, *a, **k))
+    got = packed.lookup(jnp.asarray(ids), jnp.float32, ("batch", "seq", "act_embed"))
+    np.testing.assert_array_equal(got, want)
+    assert taken[0] == ((rows // 32, 32, 8) if rows == 64 else (rows, 8))
 
 
 def test_other_rows_are_not_dequantised():

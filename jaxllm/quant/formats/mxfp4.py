@@ -5,6 +5,7 @@ Two values share a byte: of neighbours along the axis, the first is in the low n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxllm.models.fp4_arithmetic import BIAS, GROUP, LARGEST_EXPONENT, power_of_two, round_to_e2m1
+from pallas_kernels.packed_matmul import PackedCodes
+from pallas_kernels.packed_matmul.codes import lane_values
 from sharding import LogicalAxes
 
-E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+CODES = PackedCodes(4, E2M1)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,39 @@ class MXFP4:
         dense = jnp.asarray(E2M1, jnp.float32)[halves]
         return (dense * jnp.repeat(power_of_two(scales), GROUP, axis=axis)).astype(dtype)
 
+    def terms(
+        self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: UInt8[Array, "..."]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
+        """The matmul as a sum over both nibbles, whose weights XLA unpacks within it."""
+        return nibble_terms(x, values, power_of_two(scales), CODES, self.axis)
+
+    def kernel_terms(
+        self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: UInt8[Array, "..."]
+    ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]]:
+        """Operands of ``packed_matmul``, which decodes the exponents on chip."""
+        return *joined_inputs(values, scales, self.axis), CODES, []
+
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales: those of the weight."""
         return axes
+
+
+def joined_inputs(values: Array, scales: Array, axis: int) -> tuple[Array, Array]:
+    """Bytes and scales with one dimension of all inputs, up to ``axis``, and one of outputs."""
+    values_, scales_ = (a.reshape(math.prod(a.shape[: axis % a.ndim + 1]), -1) for a in (values, scales))
+    return values_, scales_
+
+
+def nibble_terms(
+    x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: Float[Array, "..."], codes: PackedCodes, axis: int
+) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
+    """A matmul as a sum over the inputs of low and of high nibbles: their inputs and weights, elementwise in the bytes.
+
+    Args:
+        scales: those of groups along ``axis``, decoded.
+    """
+    outs = values.shape[axis % values.ndim + 1 :]
+    packed, by_group = joined_inputs(values, scales, axis)
+    rows = packed.reshape(by_group.shape[0], -1, packed.shape[1])
+    lanes = (lane_values(rows, lane, codes) * by_group[:, None] for lane in range(codes.lanes))
+    return [(x[..., k :: codes.lanes], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from jaxllm.quant.formats.mxfp4 import joined_inputs, nibble_terms
+from pallas_kernels.packed_matmul import PackedCodes
 from sharding import LogicalAxes
 
 LEVELS = (
@@ -40,6 +42,7 @@ LEVELS = (
     1.0,
 )
 """Levels of NF4 (appendix E of the paper)."""
+CODES = PackedCodes(4, LEVELS)
 BLOCK = 64
 """Values that share a scale."""
 SCALES = 256
@@ -97,6 +100,19 @@ class NF4:
         wide = jnp.promote_types(jnp.float32, dtype)
         found = jnp.repeat(_unpacked_scales(scales, values.shape[-1], wide), BLOCK, axis=axis)
         return (jnp.asarray(LEVELS, wide)[codes] * found).astype(dtype)
+
+    def terms(
+        self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: UInt8[Array, "..."]
+    ) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
+        """The matmul as a sum over both nibbles, whose weights XLA unpacks within it."""
+        wide = jnp.promote_types(jnp.float32, x.dtype)
+        return nibble_terms(x, values, _unpacked_scales(scales, values.shape[-1], wide), CODES, self.axis)
+
+    def kernel_terms(
+        self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: UInt8[Array, "..."]
+    ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]]:
+        """Operands of ``packed_matmul``; scales are decoded to float32 before."""
+        return *joined_inputs(values, _unpacked_scales(scales, values.shape[-1], jnp.float32), self.axis), CODES, []
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales: those of the weight."""

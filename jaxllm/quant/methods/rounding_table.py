@@ -8,9 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.grids import Grid, GridParams
-from jaxllm.quant.methods.gptq import DAMPING, gptq_damped
+from jaxllm.quant.methods.clipped_ranges import clipped_ranges
+from jaxllm.quant.methods.gptq import DAMPING, SHRINKAGE, gptq_damped
 from jaxllm.quant.methods.learned_scales import learned_scales, refitted_scales
 from jaxllm.quant.methods.nearest import half_quadratic, round_to_nearest
+
+ROUNDS = 3
+"""Turns of ``gptq_learned_scales``."""
 
 
 @runtime_checkable
@@ -56,7 +60,10 @@ def _half_quadratic(weight, gram, grid, group):
 
 
 def _gptq(weight, gram, grid, group, act_order=False, static=None):
-    codes, params, damping = gptq_damped(weight, gram, grid, group, act_order=act_order, static=static)
+    """Ranges are clipped first, and correlations are shrunk: both for text that the calibration has not seen."""
+    static = clipped_ranges(weight, jnp.diag(gram), grid, group) if static is None else static
+    options = {"act_order": act_order, "static": static, "shrinkage": SHRINKAGE}
+    codes, params, damping = gptq_damped(weight, gram, grid, group, **options)
     dead = int(jnp.sum(jnp.diag(gram) == 0))
     remarks = [f"{dead} inputs are always 0, their weights too"] * (dead > 0)
     return codes, params, "; ".join(remarks + [f"singular inputs, damping {damping:g}"] * (damping > DAMPING))
@@ -71,10 +78,14 @@ def _learned_scales(weight, gram, grid, group):
 
 
 def _gptq_learned_scales(weight, gram, grid, group):
-    """Scales first, then codes for these scales, then scales for these codes."""
-    _, static = learned_scales(weight, gram, grid, group)
-    codes, params, remark = _gptq(weight, gram, grid, group, act_order=True, static=static)
-    return codes, refitted_scales(weight, gram, grid, group or len(weight), codes, params), remark
+    """Codes for the scales, and scales for the codes, by turns."""
+    shrunk = gram + SHRINKAGE * jnp.diag(jnp.diag(gram))
+    size = group or len(weight)
+    codes, params, remark = _gptq(weight, gram, grid, group, act_order=True)
+    for _ in range(ROUNDS - 1):
+        static = refitted_scales(weight, shrunk, grid, size, codes, params)
+        codes, params, remark = _gptq(weight, gram, grid, group, act_order=True, static=static)
+    return codes, refitted_scales(weight, shrunk, grid, size, codes, params), remark
 
 
 METHODS: dict[str, Method] = {

@@ -1,0 +1,50 @@
+"""Decode programs of packed weights for absent devices: what they hold is planned, what they move is packed."""
+
+from __future__ import annotations
+
+from benchmarks import engine_bytes
+from sharding.isolate import run_isolated
+from tests.proofs.harness import proof
+
+KERNEL_FORMATS = ("int4", "int8", "lut4", "mxfp4", "w8a8")
+"""Formats whose matrices no program dequantises into memory, on either platform."""
+CELLS = [
+    *[("v6e:1x1", form, 1) for form in (*KERNEL_FORMATS, "nf4")],
+    *[("h100:1x1", form, 1) for form in KERNEL_FORMATS],
+    ("v6e:1x1", "int4", 16), ("h100:1x1", "int4", 16),
+]  # fmt: skip
+"""(topology, format, batch)."""
+OTHERS = [("v6e:1x1", form) for form in ("lut3", "w4a8", "llm_int8")] + [
+    ("h100:1x1", form) for form in ("nf4", "lut3", "w4a8", "llm_int8")
+]
+
+
+def compiled(topology: str, weights: str, batch: int, layers: str) -> dict[str, float]:
+    """The decode program of Llama-3-8B for one device, with 1,024 tokens of context: its bytes."""
+    given = {"batch": batch, "context": 1024, "layers": layers, "weights": weights}
+    return run_isolated(f"{engine_bytes.__name__}:compiled", topology, given)
+
+
+@proof("quant", cases=CELLS, sample=1, bound={"arguments": 0.01, "moved": 1.05})
+def decode_programs_move_packed_bytes(cell: tuple[str, str, int]) -> dict[str, float]:
+    """Bytes of arguments over the plan's, less 1; bytes that a step moves over those of packed weights and cache.
+
+    Layers are unstacked, as an engine has them that is to decode fast. A call's work before its first step counts by
+    an eighth: it has up to eight steps.
+    """
+    topology, weights, batch = cell
+    found = compiled(topology, weights, batch, "apart")
+    # Those of paged attention, one a layer, whose traffic is the cache.
+    assert found["kernels"] == 32
+    assert found["data_loops"] == 0
+    return {
+        "arguments": abs(found["arguments"] / found["planned"] - 1),
+        "moved": (found["moved"] + found["before"] / 8) / (found["weights"] + found["cache"]),
+    }
+
+
+@proof("quant", cases=OTHERS, sample=1, bound=0.01)
+def arguments_of_decode_programs_are_planned(cell: tuple[str, str]) -> float:
+    """Bytes of arguments over the plan's, less 1, for formats that are dequantised in plain JAX."""
+    found = compiled(*cell, batch=1, layers="stacked")
+    return abs(found["arguments"] / found["planned"] - 1)
