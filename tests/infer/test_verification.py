@@ -85,6 +85,15 @@ def verifying():
 
 
 @pytest.mark.drawn(0.3)
+def test_a_refused_proposal_keeps_the_window(rng, float64):
+    """Pages that a window leaves behind only if a proposal is accepted stay until the verification has landed."""
+    oracle = OracleProposer("none", rng, engines.VOCAB)
+    config = dataclasses.replace(engines.ENGINES["layers apart"], prefix_cache=False, verify_tokens=3)
+    engine = engines.build(config, "gemma3", "float64", proposer=oracle)
+    beside(engine, engine, asked(rng, config, 2), oracle)
+
+
+@pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("mode", ["all", "some", "none"])
 def test_completions_are_those_of_plain_decoding(verifying, mode: Mode, rng, float64):
     """Short of pages and over page borders. Every way to serve: `make proof seams ONLY=verified_is_plain_decoding`."""

@@ -466,11 +466,12 @@ class Scheduler:
             sequence.life += 1
 
     def _free_behind_window(self, sequence: Sequence) -> None:
-        """Frees the pages that lie entirely behind the sliding window."""
+        """Frees the pages that lie entirely behind the sliding window, however many proposed tokens are refused."""
+        certain = sequence.computed - sequence.unsettled
         for pages, own, window in zip(self._allocators, sequence.pages, self.windows, strict=True):
             if window is None:
                 continue
-            for column in range(max(0, sequence.computed - window + 1) // self.page_size - 1, -1, -1):
+            for column in range(max(0, certain - window + 1) // self.page_size - 1, -1, -1):
                 if own[column] == NO_PAGE:
                     break
                 pages.release(own[column])

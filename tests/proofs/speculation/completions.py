@@ -22,7 +22,7 @@ from tests.infer.proposers import OracleProposer
 from tests.infer.test_verification import asked, equal
 from tests.proofs.harness import proof
 
-WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous")
+WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "layers apart")
 PROPOSERS = ("ngram", "draft", "self", "trained")
 FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
 MOST = 3
@@ -46,7 +46,10 @@ class RandomDraftLength(FixedDraftLength):
 def build(way: str, family: str, **fields: Any) -> Engine:
     """An engine that verifies, in float64; ``speculate`` gives it a proposer."""
     sizes = dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, **fields)
-    return engines.build(sizes, family, "float64", proposer=OracleProposer("silent", np.random.default_rng(0), 1))
+    apart = way == "layers apart"
+    return engines.build(
+        sizes, family, "float64", apart=apart, proposer=OracleProposer("silent", np.random.default_rng(0), 1)
+    )
 
 
 def speculate(engine: Engine, proposer: Any, length: DraftLength) -> None:
