@@ -6,7 +6,7 @@
 Calibration text: plays that are not held out, source code and reference text, a third of the rows each. Texts of the
 losses: the held-out plays, other source code, another part of the reference (all of Python's library), and pages of
 this repository. Three tasks of multiple choice (``text_tasks``): how reference text and pages go on, and capitals;
-shown is the share of right answers. Matrices stay packed, so that activations are rounded where the format says so.
+shown is the share of answers of the largest likelihood per byte that are right. Matrices stay packed, so that activations are rounded where the format says so.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure(
         def scored(cell: str, source: Path, size: float, weights: str, before: dict[str, float]) -> CellLoss:
             scorer = ForwardScorer(source, weights)
             after = {name: scorer.mean_loss(one, per_text, length) for name, one in ids.items()}
-            right = {file.stem: run_task(scorer, file).metrics["acc"] for file in tasks}
+            right = {file.stem: run_task(scorer, file).metrics["acc_norm"] for file in tasks}
             return CellLoss(cell, size, before or after, after, right)
 
         plain = scored(PLAIN, path, 0.0, "plain", {})
