@@ -6,7 +6,8 @@
 Calibration text: plays that are not held out, source code and reference text, a third of the rows each. Texts of the
 losses: the held-out plays, other source code, another part of the reference (all of Python's library), and pages of
 this repository. Three tasks of multiple choice (``text_tasks``): how reference text and pages go on, and capitals;
-shown is the share of answers of the largest likelihood per byte that are right. Matrices stay packed, so that activations are rounded where the format says so.
+shown is the share of rows whose right answer has the largest likelihood per byte. Matrices stay packed, so that
+activations are rounded where the format says so.
 """
 
 from __future__ import annotations
