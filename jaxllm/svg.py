@@ -120,6 +120,60 @@ def stacked_bar(parts: Sequence[tuple[str, float, int]], *, title: str) -> str:
     )
 
 
+def lanes(rows: Sequence[tuple[str, Sequence[tuple[float, float, int, str]]]], *, title: str, unit: str = "") -> str:
+    """Blocks of time in rows below each other, as an SVG element; the time axis begins at the first block.
+
+    Args:
+        rows: name, and blocks (begin, end, colour, text); the text is shown on hover.
+        unit: shown after the title.
+    """
+    edges = [at for _, blocks in rows for begin, end, *_ in blocks for at in (begin, end)] or [0.0]
+    low, high = _room(min(edges), max(edges))
+
+    def px(at: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (at - low) / (high - low)
+
+    head = f'<text class="title" x="4" y="15">{escape(title)}<tspan class="unit"> {escape(unit)}</tspan></text>'
+    parts, height = [head], 22
+    for number_of, (name, blocks) in enumerate(rows):
+        top = TOP + number_of * (height + 8)
+        parts.append(f'<text x="{LEFT - 5}" y="{top + 15}" text-anchor="end">{escape(name)}</text>')
+        parts += [
+            f'<rect class="c{color % COLORS}" x="{px(begin):.1f}" y="{top}" height="{height}" '
+            f'width="{max(px(end) - px(begin), 0.5):.1f}"><title>{escape(text)}</title></rect>'
+            for begin, end, color, text in blocks
+        ]
+    bottom = TOP + len(rows) * (height + 8)
+    for value in ticks(0.0, high - low, 5):
+        x = f"{px(low + value):.1f}"
+        parts.append(f'<text x="{x}" y="{bottom + 12}" text-anchor="middle">{number(value)}</text>')
+    size = f"0 0 {WIDTH} {bottom + 18}"
+    return f'<svg class="lanes" viewBox="{size}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+
+
+def histogram(values: Sequence[float], *, title: str, unit: str = "", bins: int = 24) -> str:
+    """Histogram of values with bins of equal width, as an SVG element."""
+    low, high = _room(min(values), max(values)) if values else (0.0, 1.0)
+    counts = [0] * bins
+    for value in values:
+        counts[min(int((value - low) / (high - low) * bins), bins - 1)] += 1
+    tallest = max(counts) or 1
+    across, up = (WIDTH - LEFT - RIGHT) / bins, HEIGHT - TOP - BOTTOM
+    parts = [f'<text class="title" x="4" y="15">{escape(title)}<tspan class="unit"> {escape(unit)}</tspan></text>']
+    for n, count in enumerate(counts):
+        tall, left = up * count / tallest, low + n * (high - low) / bins
+        right = low + (n + 1) * (high - low) / bins
+        parts.append(
+            f'<rect class="c0" x="{LEFT + n * across:.1f}" y="{HEIGHT - BOTTOM - tall:.1f}" height="{tall:.1f}" '
+            f'width="{across * 0.92:.1f}"><title>{number(left)} to {number(right)}: {count}</title></rect>'
+        )
+    parts.append(f'<text x="{LEFT - 5}" y="{TOP + 4}" text-anchor="end">{tallest}</text>')
+    for value in ticks(low, high, 5):
+        x = LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / (high - low)
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{number(value)}</text>')
+    return _svg(title, "".join(parts))
+
+
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
     """HTML table; numbers are right-aligned."""
 
@@ -277,7 +331,7 @@ svg path.dashed{stroke-dasharray:5 3}
 svg.bar{height:18px;border-radius:4px}
 .c0{stroke:var(--c0);--own:var(--c0)}.c1{stroke:var(--c1);--own:var(--c1)}.c2{stroke:var(--c2);--own:var(--c2)}
 .c3{stroke:var(--c3);--own:var(--c3)}.c4{stroke:var(--c4);--own:var(--c4)}.c5{stroke:var(--c5);--own:var(--c5)}
-circle,rect{fill:var(--own)}.bar rect{stroke:none}
+circle,rect{fill:var(--own)}.bar rect,.lanes rect{stroke:none}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:12px;color:var(--soft);margin:2px 4px}
 .legend i{display:inline-block;width:14px;height:4px;border-radius:2px;background:var(--own);margin:0 5px 3px 0}
 .legend i.faint,.pale{opacity:.45}

@@ -5,7 +5,7 @@
     jaxllm train grpo_tools_smollm2      # with a calculator that it may call
 
 Each step takes 16 sums of two numbers from 0 to 9, samples 8 completions of each, and rewards those whose last number
-is the answer. `--algorithm dapo` (or dr_grpo, gspo, rloo, reinforce++, grpo_roc) takes another algorithm,
+is the answer. `--algorithm dapo` (or dr_grpo, gspo, rloo, reinforce++, ppo, grpo_roc) takes another algorithm,
 `--prompts FILE.jsonl --rewards module:function` other prompts and rewards. For a GPU or a TPU chip; on two CPU cores
 `--rollout.prompts 4 --rollout.group 4 --data.batch-size 4 --accumulate 1 --steps 10` takes a few minutes.
 """

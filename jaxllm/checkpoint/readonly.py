@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -116,6 +116,7 @@ class ReadOnlyCheckpointer:
         *,
         prefix: str = "params",
         reading: RestoreOptions = EXACT,
+        beside: Collection[str] = (),
     ) -> tuple[Any, dict[str, Any]]:
         """Restores one subtree of the state, such as the parameters without the optimizer state.
 
@@ -124,6 +125,7 @@ class ReadOnlyCheckpointer:
             step: the checkpoint; default: the newest.
             prefix: path of the subtree in the saved state, such as `params` or `opt_state/0`.
             reading: as in `restore`; its paths are those of the whole state.
+            beside: paths in the subtree of leaves that stay in the checkpoint where it has them.
 
         Returns:
             (subtree, meta).
@@ -138,6 +140,7 @@ class ReadOnlyCheckpointer:
             tops = sorted({p.split("/")[0] for p in manifest.leaves})
             where = self._reader.describe_step(step)
             raise CheckpointError(f"{where} has nothing below {prefix!r}: it has {', '.join(tops)}.")
+        inside = {p: leaf for p, leaf in inside.items() if p.removeprefix(prefix + "/") not in beside}
         meta = self._reader.meta(step, manifest)
         return self._restore(step, manifest, inside, abstract_params, reading, prefix), meta
 

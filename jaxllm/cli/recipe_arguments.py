@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -177,28 +178,20 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
 def start_training(config: RunConfig) -> TrainResult:
     """Trains a run by the loop for its kind of configuration."""
-    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig, train_heads, train_policy
-    from jaxllm.train import train
-
-    if isinstance(config, HeadsRunConfig):
-        return train_heads(config)
-    return train_policy(config) if isinstance(config, PolicyRunConfig) else train(config)
+    return pkgutil.resolve_name(config.loop)(config)
 
 
 def start_together(config: RunConfig, file: Path) -> int:
     """Trains the runs of a file in one step; returns the exit status, 1 if a run stopped by itself.
 
     Raises:
-        UsageError: the recipe is one of retaining heads.
+        UsageError: runs of this kind are not trained together.
     """
-    from jaxllm.posttrain import HeadsRunConfig, PolicyRunConfig, train_policies_together
-    from jaxllm.train import read_runs, train_together
+    from jaxllm.train import read_runs
 
-    if isinstance(config, HeadsRunConfig):
-        raise UsageError("--together: retaining heads are trained one after the other; leave it out.")
-    runs = read_runs(config, file)
-    policies = [run for run in runs if isinstance(run, PolicyRunConfig)]
-    results = train_policies_together(policies) if policies else train_together(runs)
+    if not config.loop_together:
+        raise UsageError(f"--together: runs of {type(config).__name__} are trained one after the other; leave it out.")
+    results = pkgutil.resolve_name(config.loop_together)(read_runs(config, file))
     stopped = [result for result in results if not result.complete]
     signals = [result.signal for result in stopped if result.signal is not None]
     return 128 + signals[0] if signals else min(1, len(stopped))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import sharding
 from jaxllm.checkpoint import Checkpointer
 from jaxllm.config import from_dict
-from jaxllm.convert.run_files import RunFiles
+from jaxllm.convert.run_files import BESIDE_MODEL, RunFiles
 from jaxllm.models import Functional, functional
 from jaxllm.models.param_subset import merge, select, trainable_mask
 from jaxllm.peft.adapted_model import adapted_model, adapter_of, merge_adapters, start_params
@@ -63,7 +63,7 @@ class AdapterRun:
                 "files; use the run as it is (generate, chat, serve, eval)."
             )
         targets = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), self._trained(self.model.abstract()))
-        trained, _ = checkpointer.restore_params(targets, step=step)
+        trained, _ = checkpointer.restore_params(targets, step=step, beside=BESIDE_MODEL)
         facts = self.run.meta["base"]
         return replace(adapter_of(self.config, trained), base=facts["source"], base_hash=facts["hash"])
 
@@ -101,7 +101,7 @@ class AdapterRun:
             )
         start = start_params(model, self.config, base, mesh, 0)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-        trained, _ = checkpointer.restore_params(self._trained(abstract), step=step)
+        trained, _ = checkpointer.restore_params(self._trained(abstract), step=step, beside=BESIDE_MODEL)
         with jax.set_mesh(mesh):
             params = merge_adapters(model, merge(trained, start))
         return replace(model, adapt=None), params

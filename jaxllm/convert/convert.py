@@ -25,7 +25,7 @@ from jaxllm.checkpoint.foreign.fragment_rules import AttentionHeads
 from jaxllm.config import to_dict
 from jaxllm.convert.adapter_run import AdapterRun, adapter_run
 from jaxllm.convert.load import load_params
-from jaxllm.convert.run_files import checked_tokenizer, open_checkpoints, params_prefix, read_run
+from jaxllm.convert.run_files import BESIDE_MODEL, checked_tokenizer, open_checkpoints, params_prefix, read_run
 from jaxllm.convert.upcycle import upcycled_config, upcycled_leaf
 from jaxllm.files import release
 from jaxllm.hub import HubError, ModelSource, find_model, open_source
@@ -332,6 +332,7 @@ def _open_run(path: Path, step: int | None, ema: bool = False) -> ConvertibleMod
     with open_checkpoints(path) as checkpointer:
         run = read_run(path, checkpointer, step)
         arrays = checkpointer.map_leaves(step, prefix=params_prefix(path, checkpointer, step, ema))
+        arrays = {name: leaf for name, leaf in arrays.items() if name not in BESIDE_MODEL}
         kept = checkpointer.map_leaves(step, prefix="carried")
         if (adapted := adapter_run(run)) is not None:
             mesh = sharding.MeshSpec.parse("dp").build(jax.devices()[:1])

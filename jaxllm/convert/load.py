@@ -16,7 +16,7 @@ from jaxllm.checkpoint import CheckpointNotFoundError
 from jaxllm.checkpoint.restore import RestoreOptions
 from jaxllm.config import closest
 from jaxllm.convert.adapter_run import adapter_run
-from jaxllm.convert.run_files import open_checkpoints, params_prefix, read_run
+from jaxllm.convert.run_files import BESIDE_MODEL, open_checkpoints, params_prefix, read_run
 from jaxllm.hub import HubError, find_model, open_source
 from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import PackedOrPlain
@@ -164,7 +164,9 @@ def _load(
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         prefix = params_prefix(path, checkpointer, step, ema)
         reading = RestoreOptions(cast=ema)  # an average is at least float32
-        params, _ = checkpointer.restore_params(abstract, step=step, prefix=prefix, reading=reading)
+        params, _ = checkpointer.restore_params(
+            abstract, step=step, prefix=prefix, reading=reading, beside=BESIDE_MODEL
+        )
     return LoadedModel(model, params, run.tokenizer(), run.template(), mesh, step, run.meta, run.source, run.sampling())
 
 

@@ -16,7 +16,11 @@ from jaxllm.files import DataError
 from jaxllm.hub import HubError
 from jaxllm.hub.sampling_defaults import SamplingDefaults, sampling_defaults_of
 from jaxllm.models import DecoderConfig
+from jaxllm.models.value_head import VALUE_HEAD
 from jaxllm.text import ChatTemplate, Tokenizer, load_template, load_tokenizer
+
+BESIDE_MODEL = (VALUE_HEAD,)
+"""Paths of parameters in checkpoints that are no part of the architecture; a model that is loaded has none of them."""
 
 
 class TokenizerMismatchError(DataError):

@@ -19,6 +19,8 @@ class Batch(NamedTuple):
     advantages: advantage of having chosen the token, for policy gradients.
     old_logprobs: log-probability of the target under the policy that generated it.
     reference_logprobs: log-probability of the target under a frozen reference model.
+    old_values: value of the state that the target was chosen in, before the step.
+    returns: what that value should have been: the discounted rewards from there on.
     """
 
     tokens: Int[np.ndarray, "B S"]
@@ -29,6 +31,8 @@ class Batch(NamedTuple):
     advantages: Float[np.ndarray, "B S"] | None = None
     old_logprobs: Float[np.ndarray, "B S"] | None = None
     reference_logprobs: Float[np.ndarray, "B S"] | None = None
+    old_values: Float[np.ndarray, "B S"] | None = None
+    returns: Float[np.ndarray, "B S"] | None = None
 
     @property
     def arrays(self) -> tuple[Any, ...]:

@@ -346,7 +346,9 @@ class Functional:
                 # The gradient of the weight is so reduced before the layers' backward pass, not alive beside it whole.
                 hidden, weight = materialized(hidden, params[where][name])
                 params = params | {where: params[where] | {name: weight}}
-            head = nnx.merge(self._modules["head"][0], params["head"])
+            graphdef, declared = self._modules["head"]
+            # Parameters beside those of the architecture, such as a value head, are not the module's.
+            head = nnx.merge(graphdef, {name: params["head"][name] for name in declared})
             with jax.named_scope("final_norm"):
                 normed = head.norm(hidden)
             own = (

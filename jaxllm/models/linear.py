@@ -168,7 +168,7 @@ def vocabulary_logits(
     return weight.logits(x, out)
 
 
-def gather(weight: Array | Weight, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> Array | Weight:
+def gather(weight: Array | Weight | VocabularyWeight, dtype: jnp.dtype, axes: LogicalAxes, unreduced_grad: bool) -> Any:
     """Weight of any kind for use: cast to compute dtype and all-gathered over its storage axes (FSDP)."""
     if isinstance(weight, jax.Array):
         return gathered(weight, dtype, axes, unreduced_grad)

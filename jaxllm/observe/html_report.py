@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.files import atomic
+from jaxllm.observe.policy_phases import BOTH, SHARES, Phase, phase_seconds
 from jaxllm.observe.run_record import RunRecord, flat
-from jaxllm.svg import Line, chart, number, page, stacked_bar, table
+from jaxllm.svg import Line, chart, histogram, lanes, number, page, stacked_bar, table
 
 Series = Callable[[RunRecord], tuple[list[float], list[float | None]]]
 
@@ -54,6 +55,9 @@ CHARTS: tuple[tuple[str, str, Series, dict[str, Any]], ...] = (
     ("entropy", "nats per token", metric_series("entropy"), {"zero": True}),
     ("KL", "nats per token, from the reference", metric_series("kl"), {}),
     ("clipped", "share of tokens", metric_series("clipped"), {"zero": True}),
+    ("staleness", "updates, mean over tokens", metric_series("staleness"), {"zero": True}),
+    ("value loss", "half the squared error", metric_series("value_loss"), {"zero": True}),
+    ("explained variance", "of returns, by the values before the step", metric_series("explained_variance"), {}),
     ("mismatch", "nats per token, rollout and training", metric_series("mismatch"), {"zero": True}),
     ("groups of equal rewards", "", metric_series("equal_groups"), {"zero": True}),
     ("rollouts", "s a step", metric_series("rollout_seconds"), {"zero": True}),
@@ -68,9 +72,13 @@ def html_report(run: RunRecord) -> str:
     body = [f"<h1>{escape(run.name)}</h1><p>{escape(headline(run))}</p>", tiles(run)]
     body.append(f'<div class="grid-of">{loss_chart([run])}{"".join(charts([run]))}</div>')
     body.append(goodput_section(run))
+    body.append(phase_section(run))
     if run.episodes:
+        advantages = [row["advantage"] for row in run.episodes if row["reward"] is not None]
+        shown = histogram(advantages, title="advantages", unit="completions")
         body.append(
-            f'<h2>Episodes of step {run.episodes[-1]["step"]}</h2><div class="panel">{episode_table(run)}</div>'
+            f'<h2>Episodes of step {run.episodes[-1]["step"]}</h2><div class="grid-of"><figure>{shown}</figure></div>'
+            f'<div class="panel gap">{episode_table(run)}</div>'
         )
     if run.layers:
         body.append(f'<h2>Layers, step {run.layers[-1]["step"]}</h2><div class="grid-of">{layer_charts(run)}</div>')
@@ -263,6 +271,10 @@ def spike_line(event: dict[str, Any]) -> str:
     return f"spike at step {event['step']}: {done}"
 
 
+PHASE_COLORS = {"rollout": 0, BOTH: 3, "train": 2, "swap": 1, "idle": 10}
+"""Colours of the phases of reinforcement learning; those after the sixth are pale."""
+STEPS_SHOWN = 6
+"""Steps whose phases a report draws."""
 TIME_COLORS = (
     "compiling", "repeated steps", "steps", "down", "waiting for data", "evaluating",
     "initialising", "starting", "ending", "restoring", "saving",
@@ -304,6 +316,33 @@ def goodput_section(run: RunRecord) -> str:
     return f'<h2>Where the time went</h2><p>{escape(text)}</p>{bar}<div class="grid-of gap">{columns}</div>'
 
 
+def phase_section(run: RunRecord) -> str:
+    """Section about rollouts and updates of reinforcement learning: shares of wall time, and the last steps' phases."""
+    if not run.phases:
+        return ""
+    found = phase_seconds(run.phases)
+    bar = stacked_bar(
+        [(name, found[name], PHASE_COLORS[name]) for name in SHARES if found[name] > 0],
+        title="wall time of rollouts and updates",
+    )
+    last = [one for one in run.phases[-1] if one.step > run.phases[-1][-1].step - STEPS_SHOWN]
+    begin = min((one.begin for one in last), default=0.0)
+    rows = [
+        (title, [_block(one, begin) for one in last if one.name in names])
+        for title, names in (("engine", ("rollout", "swap")), ("trainer", ("train",)))
+    ]
+    drawn = lanes(rows, title="last steps", unit="s")
+    return (
+        f'<h2>Rollouts and updates</h2><div class="panel">{bar}</div>'
+        f'<div class="grid-of gap"><figure>{drawn}</figure></div>'
+    )
+
+
+def _block(one: Phase, begin: float) -> tuple[float, float, int, str]:
+    text = f"step {one.step}: {one.name}, {duration(one.seconds)}"
+    return one.begin - begin, one.end - begin, PHASE_COLORS[one.name], text
+
+
 def details(title: str, inside: str) -> str:
     """Collapsible HTML section."""
     return f'<details class="panel"><summary>{escape(title)}</summary><div class="wide">{inside}</div></details>'
@@ -322,6 +361,13 @@ def text_report(run: RunRecord) -> str:
             if size > 0
         ]
         lines += [f"  resumed after step {at}, {before - at} steps repeated" for before, at in found.restarts]
+    if run.phases:
+        shares = phase_seconds(run.phases)
+        total = sum(shares.values()) or 1.0
+        lines.append("  rollouts and updates")
+        lines += [
+            f"    {name:18} {duration(size):>9} {100 * size / total:6.1f}%" for name, size in shares.items() if size
+        ]
     lines += [f"  {spike_line(one)}" for one in run.spikes]
     for name, summary in run.profiles.items():
         lines += [f"  profile {name}", *(f"    {line}" for line in summary.splitlines())]

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.files import DataError, read_json, read_rows
 from jaxllm.observe.event_log import Goodput, goodput, read_events
+from jaxllm.observe.policy_phases import TIMELINE, Phase, read_phases
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RunRecord:
         receipt: of a finished run.
         profiles: text summaries of profiles, by the profile's name.
         episodes: rows of the last step's rollouts, of runs of reinforcement learning.
+        phases: phases of each start, of runs of reinforcement learning.
     """
 
     path: Path
@@ -38,6 +40,7 @@ class RunRecord:
     receipt: dict[str, Any] | None
     profiles: dict[str, str]
     episodes: list[dict[str, Any]] = field(default_factory=list)
+    phases: list[list[Phase]] = field(default_factory=list)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ def read_record(path: Path) -> RunRecord:
         heldout=[row for row in rows if "heldout_nll" in row],
         layers=read_rows(path / "layers.jsonl"),
         episodes=last_episodes(path / "episodes.jsonl"),
+        phases=read_phases(path / TIMELINE),
         events=read_events(path),
         receipt=read_json(receipt) if receipt.exists() else None,
         profiles={file.parent.name: file.read_text() for file in sorted(path.glob("profiles/*/summary.txt"))},

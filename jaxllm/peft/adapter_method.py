@@ -47,7 +47,7 @@ class AdapterConfig:
     experts: int = 8
     top_k: int = 2
     width: int = 64
-    gradient_batches: int = 8
+    gradient_batches: int = 1
 
     def __post_init__(self) -> None:
         split = tuple(name for one in self.targets for name in one.split(",") if name)

@@ -1,6 +1,7 @@
 """Reinforcement learning of language models: rollouts by the engine, rewards, advantages, and the policy's updates.
 
-Besides, the training of what the engine serves a model with: retaining heads of its KV cache.
+Besides, the training of what the engine serves a model with: retaining heads of its KV cache, and drafts of
+self-speculation.
 """
 
 from typing import TYPE_CHECKING
@@ -9,20 +10,22 @@ from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.posttrain.algorithms import ALGORITHMS, Algorithm
+    from jaxllm.posttrain.frozen.draft_training import DraftRunConfig, train_draft
+    from jaxllm.posttrain.frozen.retention_training import HeadsRunConfig, train_heads
     from jaxllm.posttrain.policies_together import train_policies_together
     from jaxllm.posttrain.policy_config import PolicyRunConfig, RolloutConfig
     from jaxllm.posttrain.policy_training import train_policy
-    from jaxllm.posttrain.retention_training import HeadsRunConfig, train_heads
     from jaxllm.posttrain.rewards import REWARDS, RewardError
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "jaxllm.posttrain.algorithms": ("ALGORITHMS", "Algorithm"),
+        "jaxllm.posttrain.frozen.draft_training": ("DraftRunConfig", "train_draft"),
         "jaxllm.posttrain.policies_together": ("train_policies_together",),
         "jaxllm.posttrain.policy_config": ("PolicyRunConfig", "RolloutConfig"),
         "jaxllm.posttrain.policy_training": ("train_policy",),
-        "jaxllm.posttrain.retention_training": ("HeadsRunConfig", "train_heads"),
+        "jaxllm.posttrain.frozen.retention_training": ("HeadsRunConfig", "train_heads"),
         "jaxllm.posttrain.rewards": ("REWARDS", "RewardError"),
     },
 )
@@ -31,10 +34,12 @@ __all__ = [
     "ALGORITHMS",
     "REWARDS",
     "Algorithm",
+    "DraftRunConfig",
     "HeadsRunConfig",
     "PolicyRunConfig",
     "RewardError",
     "RolloutConfig",
+    "train_draft",
     "train_heads",
     "train_policies_together",
     "train_policy",

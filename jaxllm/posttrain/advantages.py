@@ -44,5 +44,10 @@ def batch_whitened(rewards: Rewards) -> Rewards:
     return group_normalised(rewards.reshape(1, -1)).reshape(rewards.shape)
 
 
+def rewards_alone(rewards: Rewards) -> Rewards:
+    """Rewards as they are, for algorithms whose advantages come from values (``jaxllm.posttrain.gae``)."""
+    return np.where(np.isfinite(rewards), rewards, 0.0)
+
+
 def _count(rewards: Rewards) -> Float[np.ndarray, "P 1"]:
     return np.isfinite(rewards).sum(axis=1, keepdims=True).astype(np.float64)

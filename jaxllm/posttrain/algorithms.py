@@ -1,6 +1,7 @@
 """Algorithm table: GRPO and its relatives, as choices of advantages, token weights, ratio and groups.
 
-One objective computes the loss of all (``jaxllm.train.objectives.policy_loss``); the options here are its defaults.
+One objective computes the loss of all (``jaxllm.train.objectives.policy_loss``), that of PPO with a value loss besides
+(``jaxllm.train.objectives.actor_critic``); the options here are its defaults.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from jaxtyping import Float
 
 from jaxllm.config import ConfigError, closest
 from jaxllm.posttrain import advantages
+from jaxllm.train.step.objective import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,9 @@ class Algorithm:
 
     Attributes:
         advantage: rewards of groups -> advantages (``jaxllm.posttrain.advantages``).
+        objective: row of the objective table; one with a value head has advantages of its own for each token, by
+            generalised advantage estimation (``jaxllm.posttrain.gae``).
+        grouped: whether completions of a group are compared, so that it must have several.
         mean_over: what the loss is a mean over: ``sequences``: the mean over completions of the mean over their tokens;
             ``tokens``: all tokens of the batch; ``longest``: tokens of as many completions of the largest length.
         options: options of the objective by name.
@@ -37,6 +42,13 @@ class Algorithm:
     dynamic: bool = False
     overlong: float = 0.0
     oversample: int = 1
+    objective: str = "policy"
+    grouped: bool = True
+
+    @property
+    def has_values(self) -> bool:
+        """Whether its objective has a value head."""
+        return OBJECTIVES[self.objective].value_head
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -47,7 +59,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         advantages.group_normalised, "sequences", ("ratio=sequence_mean", "clip_low=0.0003", "clip_high=0.0004")
     ),
     "rloo": Algorithm(advantages.leave_one_out, "sequences", ("ratio=sequence_sum",)),
-    "reinforce++": Algorithm(advantages.batch_whitened, "tokens", ("kl_estimator=k2",)),
+    "reinforce++": Algorithm(advantages.batch_whitened, "tokens", ("kl_estimator=k2",), grouped=False),
+    "ppo": Algorithm(advantages.rewards_alone, "tokens", objective="actor_critic", grouped=False),
     "grpo_roc": Algorithm(advantages.group_normalised, "tokens", ("clip_high=0.28",), oversample=2),
 }
 """Algorithm table: name -> row. A row may be added from outside the package."""

@@ -22,9 +22,10 @@ import jax
 from jaxllm.config import ConfigError
 from jaxllm.models.param_subset import merge
 from jaxllm.peft.adapted_model import adapter_of, base_params
+from jaxllm.posttrain.algorithms import find_algorithm
 from jaxllm.posttrain.episode_log import EpisodeLog
 from jaxllm.posttrain.policy_config import PolicyRunConfig
-from jaxllm.posttrain.policy_training import RolloutFeed, StepRollouts, open_policy_data, with_algorithm
+from jaxllm.posttrain.policy_training import RolloutFeed, StepRollouts, open_policy_data, timeline_of, with_algorithm
 from jaxllm.posttrain.prompts import blank_batch
 from jaxllm.posttrain.rewards import RewardError
 from jaxllm.posttrain.rollout_queue import QueuedBatch, RolloutQueue
@@ -53,6 +54,13 @@ def train_policies_together(configs: Sequence[PolicyRunConfig]) -> tuple[TrainRe
             from their last checkpoints.
         ConfigError: the policies are no adapters that an engine serves side by side, or as for ``train_together``.
     """
+    for config in configs:
+        if find_algorithm(config.algorithm).has_values:
+            raise ConfigError(
+                f'{config.name}: algorithm = "{config.algorithm}" has a value head, which is trained for one run at a '
+                "time; the engine's policies are adapters alone. Choose another algorithm, or train one policy after "
+                "the other."
+            )
     configs = [with_algorithm(config) for config in configs]
     check_alike(configs)
     first = configs[0]
@@ -110,7 +118,10 @@ class RolloutsTogether:
                 {name: named(name, feed.rollouts(step)) for name, feed in feeds if name in going}
             )
 
-        with RolloutQueue(swap, sample, config.rollout.max_staleness, config.steps) as queue:
+        def updated() -> None:
+            jax.block_until_ready(params())
+
+        with RolloutQueue(swap, sample, config.rollout.max_staleness, config.steps, updated) as queue:
             together = itertools.tee(((step, queue.next(step)) for step in itertools.count(first)), len(runs))
             yield [self._each(n, *own) for n, own in enumerate(zip(runs, logs, together, strict=True))]
 
@@ -118,11 +129,12 @@ class RolloutsTogether:
         self, number: int, run: Run, log: EpisodeLog, together: Iterator[tuple[int, QueuedBatch]]
     ) -> Iterator[tuple[int, Any]]:
         """Batches of one policy; blank ones once it has stopped."""
-        feed, name = self._feeds[number], run.config.name
+        feed, name, timeline = self._feeds[number], run.config.name, timeline_of(run)
         for step, queued in together:
             own = queued.batch.get(name)
             data = run.config.data
-            batch = blank_batch(data.batch_size, data.seq_len) if own is None else feed.logged(step, own, queued, log)
+            blank = blank_batch(data.batch_size, data.seq_len)
+            batch = blank if own is None else feed.logged(step, own, queued, log, timeline)
             yield step, run.put_batch(batch)
 
     def metrics(self, number: int, step: int) -> dict[str, float]:

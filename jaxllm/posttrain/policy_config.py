@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from jaxllm.config import runtime_only
 from jaxllm.peft.method_table import ADAPTER_METHODS
-from jaxllm.posttrain.algorithms import find_algorithm
+from jaxllm.posttrain.algorithms import ALGORITHMS, find_algorithm
 from jaxllm.posttrain.environments.environment_table import find_environment
+from jaxllm.posttrain.gae import GaeConfig
 from jaxllm.posttrain.rewards import find_rewards
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.objective import ObjectiveConfig
@@ -70,6 +71,7 @@ class PolicyRunConfig(RunConfig):
         environment: what answers the policy's turns: ``calculator``, ``python``, ``tools:module:function,...`` or
             ``module:factory``; empty: completions have one turn.
         rollout: how completions are sampled.
+        gae: discount and lambda of advantages, for an algorithm with a value head (ppo).
     """
 
     algorithm: str = "grpo"
@@ -77,8 +79,11 @@ class PolicyRunConfig(RunConfig):
     rewards: tuple[str, ...] = ("exact_answer",)
     environment: str = ""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gae: GaeConfig = field(default_factory=GaeConfig)
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig("policy"))
 
+    loop: ClassVar[str] = "jaxllm.posttrain.policy_training:train_policy"
+    loop_together: ClassVar[str] = "jaxllm.posttrain.policies_together:train_policies_together"
     own_together: ClassVar[tuple[str, ...]] = ("algorithm", "prompts", "rewards", "environment")
 
     def __post_init__(self) -> None:
@@ -94,9 +99,18 @@ class PolicyRunConfig(RunConfig):
         if self.rewards or not self.environment:
             find_rewards(self.rewards)
         rollout, data = self.rollout, self.data
-        if self.objective.name != "policy":
-            raise ValueError(f'objective.name = "{self.objective.name}"; reinforcement learning has "policy".')
-        if rollout.group * algorithm.oversample < 2 and self.algorithm != "reinforce++":
+        if self.objective.name not in ("policy", algorithm.objective):
+            raise ValueError(
+                f'objective.name = "{self.objective.name}"; algorithm = "{self.algorithm}" has the objective '
+                f'"{algorithm.objective}": leave the name out.'
+            )
+        if self.gae != GaeConfig() and not algorithm.has_values:
+            able = ", ".join(name for name, one in ALGORITHMS.items() if one.has_values)
+            raise ValueError(
+                f"gae.gamma = {self.gae.gamma}, gae.lam = {self.gae.lam}: advantages of {self.algorithm} come from "
+                f"rewards alone. Leave them out, or choose an algorithm with a value head: {able}."
+            )
+        if rollout.group * algorithm.oversample < 2 and algorithm.grouped:
             raise ValueError(
                 f"rollout.group = 1, but {self.algorithm} compares completions of a group; give 2 or more."
             )

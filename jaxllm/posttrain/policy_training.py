@@ -22,16 +22,20 @@ import numpy as np
 from jaxllm.config import ConfigError
 from jaxllm.data import Batch, Dataset
 from jaxllm.data.loader import resolve_tokenizer
+from jaxllm.models.value_head import without_value_head
+from jaxllm.observe.policy_phases import TIMELINE, PhaseLog
 from jaxllm.peft.adapted_model import merge_adapters
 from jaxllm.posttrain.algorithms import find_algorithm
 from jaxllm.posttrain.environments.environment_table import find_environment
 from jaxllm.posttrain.episode_log import EPISODES, EpisodeLog
+from jaxllm.posttrain.gae import GaeConfig, with_values
 from jaxllm.posttrain.multi_turn import EpisodeSampler
 from jaxllm.posttrain.policy_config import PolicyRunConfig
 from jaxllm.posttrain.prompts import Prompt, PromptSource, load_prompts, prompt_source
 from jaxllm.posttrain.rewards import Judgement, RewardError, find_rewards, judge
 from jaxllm.posttrain.rollout_batch import (
     Episode,
+    PackedEpisodes,
     is_informative,
     judged_group,
     rollout_batch,
@@ -46,6 +50,7 @@ from jaxllm.train.loop import TrainResult, train
 from jaxllm.train.objectives.policy_loss import PolicyObjective, check_policy_reference
 from jaxllm.train.run import Run
 from jaxllm.train.run_model import base_model
+from jaxllm.train.step.loss import token_values
 from jaxllm.train.step.objective import make_objective
 
 MOST_FAILURES = 0.5
@@ -74,7 +79,8 @@ def with_algorithm(config: PolicyRunConfig) -> PolicyRunConfig:
     own = {option.partition("=")[0]: option for option in config.objective.options}
     defaults = {option.partition("=")[0]: option for option in find_algorithm(config.algorithm).options}
     options = tuple((defaults | own).values())
-    config = replace(config, objective=replace(config.objective, options=options))
+    name = find_algorithm(config.algorithm).objective
+    config = replace(config, objective=replace(config.objective, name=name, options=options))
     objective = make_objective(config.objective, config.z_loss)
     assert isinstance(objective, PolicyObjective)
     check_policy_reference(objective, config.reference)
@@ -116,6 +122,7 @@ def open_policy_data(config: PolicyRunConfig) -> PolicyData:
         seq_len=data.seq_len,
         seed=config.seed,
         fields=fields | {"tokenizer": tokenizer.fingerprint, "group": rollout.group, "max_tokens": rollout.max_tokens},
+        values=find_algorithm(config.algorithm).has_values,
     )
     needed = rows_needed(config.completions, source.longest + rollout.max_tokens, data.seq_len)
     if needed > data.batch_size:
@@ -130,7 +137,7 @@ def open_policy_data(config: PolicyRunConfig) -> PolicyData:
 class StepRollouts(NamedTuple):
     """Rollouts of a step: packed rows, their episodes by prompt, and means for the log."""
 
-    batch: Batch
+    packed: PackedEpisodes
     groups: list[list[Episode]]
     metrics: dict[str, float]
 
@@ -161,7 +168,11 @@ class RolloutFeed:
     def batches(self, run: Run, first: int, params: Callable[[], Any]) -> Iterator[Iterator[tuple[int, Any]]]:
         """Context manager with an iterator over (step, batch on the devices), from step ``first`` on."""
         model = base_model(self.config)
-        merge = jax.jit(lambda params: merge_adapters(run.model, params)) if self.config.adapter else lambda x: x
+        merged = jax.jit(lambda params: merge_adapters(run.model, params)) if self.config.adapter else lambda x: x
+
+        def merge(params: Any) -> Any:
+            return merged(without_value_head(params))
+
         mesh = rollout_mesh(self.config.rollout.mesh, run.mesh)
         with jax.set_mesh(run.mesh):
             weights = merge(params())
@@ -169,20 +180,35 @@ class RolloutFeed:
             model, weights, self.tokenizer, mesh, self.longest, self.config.rollout.max_sequences
         )
         engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
-        log = self.log_of(run, first)
+        log, timeline = self.log_of(run, first), timeline_of(run)
 
         def swap() -> None:
             with jax.set_mesh(run.mesh):
                 engine.swap(merge(params()))
 
-        ahead = self.config.rollout.max_staleness
-        with RolloutQueue(swap, lambda step: engine.run(self.rollouts(step)), ahead, self.config.steps) as queue:
-            yield self._each(run, first, queue, log)
+        def updated() -> None:
+            jax.block_until_ready(params())
 
-    def _each(self, run: Run, first: int, queue: RolloutQueue, log: EpisodeLog) -> Iterator[tuple[int, Any]]:
+        ahead, last = self.config.rollout.max_staleness, self.config.steps
+        with RolloutQueue(swap, lambda step: engine.run(self.rollouts(step)), ahead, last, updated) as queue:
+            yield self._each(run, first, queue, log, timeline, params)
+
+    def _each(
+        self,
+        run: Run,
+        first: int,
+        queue: RolloutQueue,
+        log: EpisodeLog,
+        timeline: PhaseLog,
+        params: Callable[[], Any],
+    ) -> Iterator[tuple[int, Any]]:
+        value = value_function(run) if self.algorithm.has_values else None
         for step in itertools.count(first):
             found = queue.next(step)
-            yield step, run.put_batch(self.logged(step, found.batch, found, log))
+            rollouts: StepRollouts = found.batch
+            if value is not None:
+                rollouts = valued(rollouts, value(params(), rollouts.packed.batch), self.config.gae)
+            yield step, run.put_batch(self.logged(step, rollouts, found, log, timeline))
 
     @property
     def longest(self) -> int:
@@ -194,15 +220,18 @@ class RolloutFeed:
         file = run.directory.path / EPISODES if run.directory.writes else None
         return EpisodeLog(file, first, self.config.rollout.episodes)
 
-    def logged(self, step: int, rollouts: StepRollouts, queued: QueuedBatch, log: EpisodeLog) -> Batch:
-        """Batch of a step's rollouts, whose episodes and metrics are logged."""
+    def logged(
+        self, step: int, rollouts: StepRollouts, queued: QueuedBatch, log: EpisodeLog, timeline: PhaseLog
+    ) -> Batch:
+        """Batch of a step's rollouts, whose episodes, phases and metrics are logged."""
         log.write(step + 1, rollouts.groups)
+        timeline.write(queued.phases)
         self._metrics[step + 1] = rollouts.metrics | {
-            "swap_seconds": queued.swap_seconds,
-            "rollout_seconds": queued.rollout_seconds,
+            "swap_seconds": queued.seconds("swap"),
+            "rollout_seconds": queued.seconds("rollout"),
             "rollout_wait": queued.waited,
         }
-        return rollouts.batch
+        return rollouts.packed.batch
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of the rollouts of step ``step``, counted from 1; given out once."""
@@ -239,8 +268,8 @@ class RolloutFeed:
             "staleness": float(np.mean(stale)) if stale else 0.0,
         }
         data, largest = config.data, rollout.max_tokens
-        batch = rollout_batch(episodes, self.algorithm, data.batch_size, data.seq_len, largest)
-        return StepRollouts(batch, groups, metrics)
+        packed = rollout_batch(episodes, self.algorithm, data.batch_size, data.seq_len, largest)
+        return StepRollouts(packed, groups, metrics)
 
     def _groups(self, step: int, attempt: int) -> Sampling[list[list[Episode]]]:
         """Episodes of the prompts of one attempt at a step."""
@@ -282,6 +311,37 @@ class RolloutFeed:
                 f"{one.rollout.text[:200]!r}. Mend the reward function and start again: the run resumes from its last "
                 "checkpoint."
             )
+
+
+def timeline_of(run: Run) -> PhaseLog:
+    """Log of the phases of a run's start."""
+    return PhaseLog(run.directory.path / TIMELINE if run.directory.writes else None)
+
+
+def value_function(run: Run) -> Callable[[Any, Batch], np.ndarray]:
+    """Function ``(parameters, batch) -> values [B, S]`` of a run's value head, on the host of every process."""
+    config = run.config
+
+    def score(params: Any, batch: Batch) -> jax.Array:
+        found = token_values(run.model, params, batch, accumulate=config.accumulate, layout=config.parallel.layout)
+        return jax.sharding.reshard(found, jax.P())
+
+    compiled = jax.jit(score)
+
+    def values(params: Any, batch: Batch) -> np.ndarray:
+        with jax.set_mesh(run.mesh):
+            return np.asarray(compiled(params, run.put_batch(batch)))
+
+    return values
+
+
+def valued(rollouts: StepRollouts, values: np.ndarray, config: GaeConfig) -> StepRollouts:
+    """Rollouts with the advantages of their tokens, by the values of their states before the step."""
+    packed = rollouts.packed
+    found = with_values(packed.batch, packed.places, [one.reward for one in packed.episodes], values, config)
+    mean = {id(one): value for one, value in zip(packed.episodes, found.advantages, strict=True)}
+    groups = [[replace(one, advantage=mean.get(id(one), 0.0)) for one in group] for group in rollouts.groups]
+    return StepRollouts(packed._replace(batch=found.batch), groups, rollouts.metrics | found.metrics)
 
 
 def rollout_metrics(seen: list[Episode], groups: list[list[Episode]]) -> dict[str, float]:

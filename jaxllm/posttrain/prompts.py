@@ -52,6 +52,7 @@ class PromptSource(ResumableDataset):
         batch_size, seq_len: shape of the batches.
         seed: of the order.
         identity: JSON values that determine the prompts of every step.
+        values: whether batches have values and returns of tokens.
     """
 
     prompts: tuple[Prompt, ...]
@@ -61,6 +62,7 @@ class PromptSource(ResumableDataset):
     seq_len: int
     seed: int
     identity: dict[str, Any]
+    values: bool = False
 
     def prompts_at(self, step: int, attempt: int = 0) -> list[Prompt]:
         """Prompts of a step; further ones for each attempt, which no other step has in the same epoch."""
@@ -70,7 +72,7 @@ class PromptSource(ResumableDataset):
     def batch_at(self, step: int, *, shard: int = 0, num_shards: int = 1) -> Batch:
         """Blank batch with the fields and the shape that rollouts have."""
         begin, end = shard_rows(self.batch_size, shard, num_shards)
-        return blank_batch(end - begin, self.seq_len)
+        return blank_batch(end - begin, self.seq_len, self.values)
 
     @cached_property
     def longest(self) -> int:
@@ -78,11 +80,12 @@ class PromptSource(ResumableDataset):
         return max(len(prompt.ids) for prompt in self.prompts)
 
 
-def blank_batch(rows: int, seq_len: int) -> Batch:
-    """Batch without a token, with the fields of rollouts."""
+def blank_batch(rows: int, seq_len: int, values: bool = False) -> Batch:
+    """Batch without a token, with the fields of rollouts, and with values and returns if ``values``."""
     tokens, targets, segments, positions = (np.full((rows, seq_len), fill, np.int32) for fill in (0, -1, 0, 0))
-    weights, advantages, old = (np.zeros((rows, seq_len), np.float32) for _ in range(3))
-    return Batch(tokens, targets, segments, positions, weights, advantages, old)
+    weights, advantages, old, before, returns = (np.zeros((rows, seq_len), np.float32) for _ in range(5))
+    found = Batch(tokens, targets, segments, positions, weights, advantages, old)
+    return found._replace(old_values=before, returns=returns) if values else found
 
 
 def load_prompts(
@@ -194,7 +197,15 @@ def _question(a: int, b: int) -> list[dict[str, str]]:
 
 
 def prompt_source(
-    prompts: tuple[Prompt, ...], *, per_step: int, attempts: int, batch_size: int, seq_len: int, seed: int, fields: Any
+    prompts: tuple[Prompt, ...],
+    *,
+    per_step: int,
+    attempts: int,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    fields: Any,
+    values: bool = False,
 ) -> PromptSource:
     """Source of prompts, whose identity has their contents and ``fields``."""
     identity = {
@@ -207,4 +218,4 @@ def prompt_source(
         "order": shuffle.NAME,
         **fields,
     }
-    return PromptSource(prompts, per_step, attempts, batch_size, seq_len, seed, identity)
+    return PromptSource(prompts, per_step, attempts, batch_size, seq_len, seed, identity, values)

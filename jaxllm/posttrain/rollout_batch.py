@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +12,7 @@ from jaxllm.data import Batch
 from jaxllm.data.sequence_packing import pack_documents
 from jaxllm.files import DataError
 from jaxllm.posttrain.algorithms import Algorithm, overlong_penalty, resample_on_correct, token_weights
+from jaxllm.posttrain.gae import TokenPlaces
 from jaxllm.posttrain.prompts import blank_batch
 from jaxllm.posttrain.rewards import Judgement
 from jaxllm.posttrain.rollouts import Rollout
@@ -85,7 +87,23 @@ def with_advantages(groups: list[list[Episode]], algorithm: Algorithm) -> list[l
     ]
 
 
-def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_len: int, largest: int) -> Batch:
+class PackedEpisodes(NamedTuple):
+    """Packed rows of episodes.
+
+    Attributes:
+        batch: the rows.
+        episodes: those that have a part in the loss.
+        places: of their tokens that the policy wrote.
+    """
+
+    batch: Batch
+    episodes: list[Episode]
+    places: list[TokenPlaces]
+
+
+def rollout_batch(
+    episodes: list[Episode], algorithm: Algorithm, rows: int, seq_len: int, largest: int
+) -> PackedEpisodes:
     """Packed rows of episodes: completions are targets, with their advantages, old log-probabilities and weights.
 
     Of an episode with an environment only what the policy wrote is a target. Episodes without a reward are left out.
@@ -98,10 +116,10 @@ def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_
     Raises:
         DataError: they do not fit.
     """
-    batch = blank_batch(rows, seq_len)
+    batch = blank_batch(rows, seq_len, algorithm.has_values)
     used = [one for one in episodes if np.isfinite(one.reward) and any(one.rollout.is_written)]
     if not used:
-        return batch
+        return PackedEpisodes(batch, [], [])
     widths = np.array([len(one.rollout.prompt.ids) + len(one.rollout.tokens) for one in used], np.int64)
     weights = token_weights(
         np.array([sum(one.rollout.is_written) for one in used], np.float64), algorithm.mean_over, largest
@@ -115,6 +133,7 @@ def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_
     assert batch.weights is not None
     assert batch.advantages is not None
     assert batch.old_logprobs is not None
+    places: dict[int, TokenPlaces] = {}
     for row in range(plan.rows):
         column = 0
         for segment, piece in enumerate(range(plan.row_offsets[row], plan.row_offsets[row + 1]), 1):
@@ -129,8 +148,9 @@ def rollout_batch(episodes: list[Episode], algorithm: Algorithm, rows: int, seq_
             batch.targets[row, said] = np.array(rollout.tokens, np.int32)[written]
             batch.weights[row, said], batch.advantages[row, said] = weights[number], used[number].advantage
             batch.old_logprobs[row, said] = np.array(rollout.logprobs, np.float32)[written]
+            places[number] = TokenPlaces(row, said)
             column = here.stop
-    return batch
+    return PackedEpisodes(batch, used, [places[number] for number in range(len(used))])
 
 
 def rows_needed(completions: int, longest: int, seq_len: int) -> int:

@@ -7,21 +7,31 @@ is sampled again: what a step samples depends on its number, so no prompt is ski
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from jaxllm.observe.policy_phases import Phase, now
+
 
 class QueuedBatch(NamedTuple):
-    """Batch of a step, with the seconds that its swap and rollouts took, and those that the training loop waited."""
+    """Batch of a step.
+
+    Attributes:
+        batch: what was sampled.
+        phases: those that have ended since the batch before: its update, the swap, and this batch's rollouts.
+        waited: seconds that the training loop waited for rollouts and swap.
+    """
 
     batch: Any
-    swap_seconds: float
-    rollout_seconds: float
+    phases: tuple[Phase, ...]
     waited: float
+
+    def seconds(self, name: str) -> float:
+        """Seconds of the phases of this name."""
+        return sum(one.seconds for one in self.phases if one.name == name)
 
 
 class RolloutQueue:
@@ -32,13 +42,22 @@ class RolloutQueue:
         sample: ``step -> batch``; runs in a thread if ``ahead``.
         ahead: steps by which batches are sampled ahead, the bound on their staleness; 0: on-policy.
         last: number of steps of the run; nothing is sampled for later ones.
+        updated: returns once the update with the batch before is done.
     """
 
-    def __init__(self, swap: Callable[[], None], sample: Callable[[int], Any], ahead: int, last: int):
-        self._swap, self._sample, self._ahead, self._last = swap, sample, ahead, last
+    def __init__(
+        self,
+        swap: Callable[[], None],
+        sample: Callable[[int], Any],
+        ahead: int,
+        last: int,
+        updated: Callable[[], object] = lambda: None,
+    ):
+        self._swap, self._sample, self._ahead, self._last, self._updated = swap, sample, ahead, last, updated
         self._thread = ThreadPoolExecutor(1, "rollouts") if ahead else None
-        self._queued: deque[Future[tuple[Any, float]]] = deque()
+        self._queued: deque[Future[tuple[Any, Phase]]] = deque()
         self._next: int | None = None
+        self._handed: float | None = None
 
     def __enter__(self) -> RolloutQueue:
         return self
@@ -55,26 +74,30 @@ class RolloutQueue:
         Raises:
             Exception: what ``sample`` raised.
         """
-        began = time.monotonic()
-        if self._thread is None:
-            self._swap()
-            swapped = time.monotonic()
-            batch, seconds = self._timed(step)
-            return QueuedBatch(batch, swapped - began, seconds, time.monotonic() - began)
-        if self._queued:
+        phases = []
+        if self._handed is not None:
+            self._updated()
+            phases.append(Phase("train", step, self._handed, now()))
+        began = now()
+        if self._thread is not None and self._queued:
             self._queued[-1].result()  # the weights change between two batches, never within one
-        waiting = time.monotonic()
+        swapping = now()
         self._swap()
-        swapped = time.monotonic()
-        self._next = step if self._next is None else self._next
-        while self._next <= min(step + self._ahead, self._last - 1):
-            self._queued.append(self._thread.submit(self._timed, self._next))
-            self._next += 1
-        batch, seconds = self._queued.popleft().result()
-        waited = time.monotonic() - swapped + waiting - began
-        return QueuedBatch(batch, swapped - waiting, seconds, waited)
+        swapped = now()
+        if self._thread is None:
+            batch, rollout = self._timed(step)
+            waited = now() - began
+        else:
+            self._next = step if self._next is None else self._next
+            while self._next <= min(step + self._ahead, self._last - 1):
+                self._queued.append(self._thread.submit(self._timed, self._next))
+                self._next += 1
+            batch, rollout = self._queued.popleft().result()
+            waited = now() - swapped + swapping - began
+        self._handed = now()
+        return QueuedBatch(batch, (*phases, Phase("swap", step + 1, swapping, swapped), rollout), waited)
 
-    def _timed(self, step: int) -> tuple[Any, float]:
-        began = time.monotonic()
+    def _timed(self, step: int) -> tuple[Any, Phase]:
+        began = now()
         batch = self._sample(step)
-        return batch, time.monotonic() - began
+        return batch, Phase("rollout", step + 1, began, now())

@@ -95,6 +95,10 @@ class RunConfig:
     observe: ObserveConfig = field(default_factory=ObserveConfig, metadata={"runtime_only": True})
     out: str = runtime_only("runs")
 
+    loop: ClassVar[str] = "jaxllm.train:train"
+    """Function that trains a run of this kind, as MODULE:NAME."""
+    loop_together: ClassVar[str] = "jaxllm.train:train_together"
+    """Function that trains several runs of this kind in one step; empty: there is none."""
     own_together: ClassVar[tuple[str, ...]] = ()
     """Further settings in which runs of this kind may differ when they are trained together."""
 

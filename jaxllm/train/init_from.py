@@ -15,7 +15,7 @@ import sharding
 from jaxllm.config import ConfigError, differences
 from jaxllm.convert.adapter_run import adapter_run
 from jaxllm.convert.load import load_params
-from jaxllm.convert.run_files import TokenizerMismatchError, open_checkpoints, read_run
+from jaxllm.convert.run_files import BESIDE_MODEL, TokenizerMismatchError, open_checkpoints, read_run
 from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import ChatTemplate, Tokenizer
@@ -90,7 +90,7 @@ def _from_run(path: Path) -> InitialModel:
             if (adapted := adapter_run(run)) is not None:
                 params = adapted.merged_params(checkpointer, None, mesh, load_params)
             else:
-                params, _ = checkpointer.restore_params(abstract)
+                params, _ = checkpointer.restore_params(abstract, beside=BESIDE_MODEL)
         with jax.set_mesh(mesh):
             return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 

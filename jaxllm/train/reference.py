@@ -16,11 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
+from jaxllm.models.value_head import without_value_head
 from jaxllm.peft.adapted_model import base_params
 from jaxllm.peft.base_hash import params_checksum
 from jaxllm.peft.method_table import ADAPTER_METHODS
+from jaxllm.text import Tokenizer
 from jaxllm.train.config import RunConfig
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.run_model import run_model, trained_params
@@ -65,6 +68,21 @@ class ReferenceModel:
                 self._params = jax.tree.map(jax.device_put, loaded, there)
         return self._params
 
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Checks that another model's tokens are those of the run; raises ConfigError.
+
+        Models of one family may end texts differently; what counts is that each id is the same token.
+        """
+        own = None if self.source == START or self._opened is None else self._opened.tokenizer
+        if own is None:
+            return
+        if own.token_bytes != tokenizer.token_bytes or own.special_names != tokenizer.special_names:
+            raise ConfigError(
+                f"reference = {self.source!r} has another tokenizer than the run ({own.vocab_size} tokens, the run's "
+                f"data.tokenizer = {self._config.data.tokenizer!r} has {tokenizer.vocab_size}): its log-probabilities "
+                'would be those of other texts. Give a reference of the same family, or reference = "start".'
+            )
+
     def facts(self) -> dict[str, str]:
         """Source and checksum of the parameters, for checkpoints; those of a run's own base are among its facts."""
         return {"source": self.source} | ({} if self.is_base else {"checksum": params_checksum(self.params)})
@@ -105,4 +123,4 @@ def trains_adapter_only(config: RunConfig) -> bool:
     method = ADAPTER_METHODS[config.adapter.kind] if config.adapter else None
     if method is None or method.declare is None or method.needs_gradients or method.architecture is not None:
         return False
-    return not any(jax.tree.leaves(base_params(trained_params(config, run_model(config)))))
+    return not any(jax.tree.leaves(without_value_head(base_params(trained_params(config, run_model(config))))))

@@ -140,6 +140,8 @@ class Run:
         self.batches = SkippingDataset(self.data.train)
         self.spikes: list[dict[str, Any]] = []
         check_vocabulary(config, self.data.tokenizer)
+        if self.reference is not None:
+            self.reference.check_tokenizer(self.data.tokenizer)
         check_batch_fields(config, self.data.train.batch_at(0))
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")

@@ -18,6 +18,7 @@ from jaxllm.infer.engine.page_allocator import NO_PAGE
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
+from jaxllm.infer.speculate.trained_draft import TrainedDraft
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -164,8 +165,8 @@ def draft(engine: Engine, config: DecoderConfig, params: Any) -> DraftModelPropo
         return DraftModelProposer(draft, params, _served(engine))
 
 
-def self_draft(engine: Engine, kept: int) -> SelfDraftProposer:
-    """Self-speculation of an engine by so many layers."""
+def self_draft(engine: Engine, kept: int | TrainedDraft) -> SelfDraftProposer:
+    """Self-speculation of an engine by so many layers, or by a trained draft."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return SelfDraftProposer(kept, _served(engine))

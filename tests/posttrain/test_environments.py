@@ -218,7 +218,7 @@ def test_batches_of_episodes():
     from jaxllm.posttrain.algorithms import ALGORITHMS
     from jaxllm.posttrain.rollout_batch import Episode
 
-    batch = rollout_batch([Episode(one, Judgement(1.0, {}), 1.0, 0.5)], ALGORITHMS["grpo"], 1, 8, 8)
+    batch = rollout_batch([Episode(one, Judgement(1.0, {}), 1.0, 0.5)], ALGORITHMS["grpo"], 1, 8, 8).batch
     assert batch.old_logprobs is not None
     assert batch.advantages is not None
     assert batch.tokens[0, :6].tolist() == [7, 8, 1, 2, 3, 4]

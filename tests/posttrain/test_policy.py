@@ -112,7 +112,7 @@ def test_rollouts_are_packed_whole():
         Episode(rollout(*both), Judgement(1.0, {}), math.nan if n == 1 else 1.0, n + 1.0)
         for n, both in enumerate(lengths)
     ]
-    batch = rollout_batch(episodes, ALGORITHMS["grpo"], 3, 12, 8)
+    batch = rollout_batch(episodes, ALGORITHMS["grpo"], 3, 12, 8).batch
     assert batch.advantages is not None
     assert batch.old_logprobs is not None
     assert batch.weights is not None
@@ -131,7 +131,7 @@ def test_rollouts_are_packed_whole():
             assert batch.weights[row][said] == pytest.approx(7 / (3 * tokens))
     assert seen == {1: 4, 3: 2, 4: 1}
     assert (batch.segment_ids.max(axis=1) > 1).any()
-    assert (rollout_batch([], ALGORITHMS["grpo"], 3, 12, 8).targets == -1).all()
+    assert (rollout_batch([], ALGORITHMS["grpo"], 3, 12, 8).batch.targets == -1).all()
     with pytest.raises(DataError, match=r"take 3 rows of 12 tokens; data.batch_size = 1 is too small"):
         rollout_batch(episodes + episodes, ALGORITHMS["grpo"], 1, 12, 8)
 

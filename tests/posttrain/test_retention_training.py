@@ -18,7 +18,7 @@ from jaxllm.infer.runner.retention.head_files import load_heads, save_heads
 from jaxllm.infer.runner.retention.locret import Locret
 from jaxllm.models import functional
 from jaxllm.models.retaining_heads import RetainingHeads, head_loss, importance, input_dim, new_heads
-from jaxllm.posttrain.retention_training import HeadsRunConfig, head_step
+from jaxllm.posttrain.frozen.retention_training import HeadsRunConfig, head_step
 from recipes.locret import locret_smollm2
 from tests.infer import engines, meshes
 from tests.seams.dense_reference import DenseReference, error
@@ -88,8 +88,8 @@ def test_heads_learn_and_nothing_else_changes(rng):
     params, state, losses = dict(vars(heads)), rule.init(dict(vars(heads))), []
     for _ in range(40):
         arrays = jax.tree.map(jnp.asarray, batch)
-        params, state, loss = step(params, state, engines.params_of("llama", "float32"), arrays)
-        losses.append(float(loss))
+        params, state, metrics = step(params, state, engines.params_of("llama", "float32"), arrays)
+        losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.5 * losses[0]
     assert set(params) == set(vars(heads))
 

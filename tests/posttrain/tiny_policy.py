@@ -55,12 +55,13 @@ def prompts_file(folder: Path) -> Path:
 
 
 def policy_run(folder: Path, **fields: Any) -> PolicyRunConfig:
-    """A run of the tiny policy; ``fields`` by name, those of rollout too."""
-    rollout = {
+    """A run of the tiny policy; ``fields`` by name, those of rollout too where the run has none of the name."""
+    rollout: dict[str, Any] = {
         name: fields.pop(name)
         for name in list(fields)
-        if name in RolloutConfig.__dataclass_fields__ and name != "prompts"
+        if name in RolloutConfig.__dataclass_fields__ and name not in PolicyRunConfig.__dataclass_fields__
     }
+    sizes: dict[str, Any] = {"prompts": 4, "group": 4, "max_tokens": 6, "max_sequences": 8}
     shared: dict[str, Any] = {
         "name": "policy",
         "model": MODEL,
@@ -69,7 +70,7 @@ def policy_run(folder: Path, **fields: Any) -> PolicyRunConfig:
         "steps": 4,
         "prompts": str(prompts_file(folder)),
         "rewards": ("tests.posttrain.tiny_policy:small_bytes",),
-        "rollout": RolloutConfig(**({"prompts": 4, "group": 4, "max_tokens": 6, "max_sequences": 8} | rollout)),
+        "rollout": RolloutConfig(**(sizes | rollout)),
         "checkpoint": CheckpointConfig(every=2, keep_last=9),
         "mesh": "dp",
         "out": str(folder / "runs"),

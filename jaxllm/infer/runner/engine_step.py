@@ -151,7 +151,9 @@ class EngineStep:
             x = inputs.unpack(packed)
             with jax.named_scope("sample"):
                 if self.shape.verifies:
-                    out, tokens, state = sample_proposed(self._sample, self.shape.rows, logits, x, state, masks)
+                    out, tokens, state = sample_proposed(
+                        self._sample, self.shape.rows, logits, x, state, masks, every_row=self.shape.every_row
+                    )
                 else:
                     out, state = self._sample(logits, x, x["kv_lens"], state, masks)
                     tokens = out["tokens"]

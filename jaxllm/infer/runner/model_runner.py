@@ -90,8 +90,9 @@ class ModelRunner:
         trusted: bool = False,
         progress: Callable[[str, int, int], None] | None = None,
         layers: Literal["given", "auto"] = "given",
+        every_row: bool = False,
     ):
-        self._reserved_bytes, self._plain_first = reserved_bytes, plain_first
+        self._reserved_bytes, self._plain_first, self._every_row = reserved_bytes, plain_first, every_row
         self.config, self.vocab_size = config, vocab_size
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
@@ -391,6 +392,7 @@ class ModelRunner:
             adapters=None if (pool := self.adapter_pool) is None else (pool.slots, pool.columns),
             residual=any(group.residual for group in self.spec.groups),
             evicts=any(by_scores(group.rule) for group in self.spec.groups),
+            every_row=self._every_row and not decode,
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:

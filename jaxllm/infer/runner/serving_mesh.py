@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
+from jaxllm.infer.runner.extended_vocabulary import ExtendedVocabulary
 from jaxllm.models import Functional, functional
 from jaxllm.models.packed_weight import is_packed
 from sharding import Rules, ShardingError
@@ -112,6 +113,8 @@ def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
         def one(x: Any, names: sharding.LogicalAxes) -> NamedSharding:
             return NamedSharding(mesh, model.rules.spec(names, mesh, x.shape, what="parameter"))
 
+        if isinstance(value, ExtendedVocabulary):
+            return ExtendedVocabulary(place(axes, value.base), one(value.extra, (None, axes[1])))
         if not is_packed(value):
             return one(value, axes)
         values, scales = value.array_axes(axes)

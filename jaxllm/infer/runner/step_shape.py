@@ -38,6 +38,8 @@ class StepShape:
         adapters: (slots, pages of the largest) of the adapters on the device; None: the engine serves none.
         residual: the latest tokens of a slot are in full precision, in ring buffers.
         evicts: the retention rule chooses by scores, and steps begin with its evictions.
+        every_row: a token is sampled after each proposed one, whatever was sampled before: they are no proposals, but
+            mask tokens of a draft.
     """
 
     tokens: int
@@ -55,6 +57,7 @@ class StepShape:
     adapters: tuple[int, int] | None = None
     residual: bool = False
     evicts: bool = False
+    every_row: bool = False
 
     @property
     def name(self) -> str:

@@ -34,6 +34,8 @@ def sample_proposed(
     x: dict[str, Array],
     state: Any,
     masks: Int[Array, "_ U"] | None,
+    *,
+    every_row: bool = False,
 ) -> tuple[dict[str, Array], Int[Array, " S"], Any]:
     """Samples after each of the last rows, one after the other, while the tokens sampled are those proposed.
 
@@ -45,6 +47,7 @@ def sample_proposed(
         logits: of ``last_rows``.
         x: inputs of the step, see ``StepShape.inputs``.
         state, masks: of the logits processors; masks of each row.
+        every_row: samples after all of the rows, whatever is sampled.
 
     Returns:
         outputs of every row, [G, S, ...]; the last token of each request; the state.
@@ -64,7 +67,8 @@ def sample_proposed(
         out, state = sample(logits, own, x["kv_lens"] - (rows - 1 - j), state, masks)
         following = x["tokens"][jnp.clip(ends - (rows - 1 - j), 0, x["tokens"].shape[0] - 1)]
         newest = jnp.where(active, out["tokens"], newest)
-        accepted = accepted & ((j < first) | (out["tokens"] == following))
+        if not every_row:
+            accepted = accepted & ((j < first) | (out["tokens"] == following))
         return (state, accepted, newest), out
 
     every = jnp.arange(rows, dtype=jnp.int32), by_row(logits), None if masks is None else by_row(masks)

@@ -84,7 +84,8 @@ class _Step:
     def tokens(self, one: Sequence) -> list[int]:
         """Tokens that were sampled for a sequence; waits for the result."""
         replica, row = self.rows[one]
-        return self.shape.outputs.views(np.asarray(self.result)[replica])["tokens"][: self.steps, row].tolist()
+        tokens = self.shape.outputs.views(np.asarray(self.result)[replica])["tokens"][:, row].tolist()
+        return tokens[: self.steps] if self.shape.decode else tokens
 
 
 class DraftModelProposer:
@@ -93,6 +94,7 @@ class DraftModelProposer:
     Args:
         model, params: draft model and its weights.
         served: model that the proposals are for.
+        masks: mask tokens that the draft has, by the ids after those of its vocabulary; 0: it drafts a token a pass.
 
     Attributes:
         runner: runs the draft model.
@@ -101,8 +103,9 @@ class DraftModelProposer:
         ValueError: the draft cannot propose for the served model; says why.
     """
 
-    def __init__(self, model: Functional, params: Any, served: ServedModel):
+    def __init__(self, model: Functional, params: Any, served: ServedModel, masks: int = 0):
         config = served.config
+        self._masks = [model.config.vocab_size + number for number in range(min(masks, config.verify_tokens - 1))]
         max_len = choose_max_len(served.model.config, config.max_len, served.longest)
         _check(model, served, max_len)
         page_size = config.page_size or -(-max_len // 64) * 64
@@ -110,11 +113,12 @@ class DraftModelProposer:
         sizes = EngineConfig(
             max_sequences=config.max_sequences, max_batched_tokens=config.max_batched_tokens, max_len=max_len,
             page_size=page_size, pages=max(config.max_sequences * columns, columns + 1),
-            buckets=config.prompt_buckets, decode_steps=config.verify_tokens, samplers=("plain",), prefix_cache=False,
+            buckets=config.prompt_buckets, decode_steps=1 if self._masks else config.verify_tokens,
+            verify_tokens=len(self._masks), samplers=("plain",), prefix_cache=False,
         )  # fmt: skip
         self.runner = ModelRunner(
             model, params, sizes, vocab_size=served.vocab_size, mesh=served.mesh, manifest=served.manifest,
-            strict=served.strict, background=served.background,
+            strict=served.strict, background=served.background, every_row=bool(self._masks),
         )  # fmt: skip
         # A slot has the same pages for ever: those of layers with a sliding window are used in turn.
         slots, places = np.arange(config.max_sequences, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
@@ -135,6 +139,9 @@ class DraftModelProposer:
         """
         counts = dict(wanted)
         places = {one: self._known(one) for one in counts}
+        if self._masks:
+            drafts = self._draft_at_once(counts, places)
+            return [_until_stop(one, drafts[one]) if one in drafts else None for one in counts]
         unread = any(len(one.tokens) - place > 1 for one, place in places.items())
         drafting, read = self._read(places) if unread else (list(counts), None)
         steps = max((counts[one] for one in drafting), default=0) - unread
@@ -163,6 +170,22 @@ class DraftModelProposer:
                 room -= count
         ready = [c.sequence for c in chunks if c.start + c.count == len(c.sequence.tokens)]
         return ready, self._start(chunks, 1, decode=False)
+
+    def _draft_at_once(self, counts: dict[Sequence, int], places: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Reads the tokens from these places on and mask tokens after them; a draft of each that is read whole."""
+        room, chunks = self.runner.config.max_batched_tokens, []
+        for one, place in sorted(places.items(), key=lambda each: len(each[0].tokens) - each[1]):
+            unread = len(one.tokens) - place
+            masks = self._masks[: max(0, min(counts[one] - 1, self.runner.spec.max_len - len(one.tokens)))]
+            if (count := unread + len(masks)) <= room:
+                chunks.append(ScheduledChunk(one, place, count, samples=True, proposed=tuple(masks)))
+            elif count := min(unread, room):
+                chunks.append(ScheduledChunk(one, place, count, samples=True))
+            room -= count
+            self._held[one.replica, one.slot] = _Held(one, min(place + count, len(one.tokens)))
+        ready = {c.sequence: len(c.proposed) for c in chunks if c.start + c.count >= len(c.sequence.tokens)}
+        step = self._start(chunks, 1, decode=False)
+        return {one: step.tokens(one)[-1 - masks :] for one, masks in ready.items()}
 
     def _decode(self, drafting: list[Sequence], steps: int, offset: int) -> _Step | None:
         """Decodes from the last token, or (offset 0) from the one that ``_read`` has sampled after it."""

@@ -31,7 +31,7 @@ class ProposerKind:
 PROPOSERS: dict[str, ProposerKind] = {
     "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
     "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
-    "self": ProposerKind("self:LAYERS", parse_kept, SelfDraftProposer),
+    "self": ProposerKind("self:LAYERS|FILE", parse_kept, SelfDraftProposer),
 }
 """Proposers by name."""
 

@@ -1,6 +1,6 @@
 """LoRA-GA: factors from the singular vectors of the first gradient (arXiv:2407.05000).
 
-The gradient is the sum of those of the run's first batches: one batch of a few rows says little about the next.
+The gradient is that of the first batch, or the sum over several (``gradient_batches``), where a batch has few rows.
 With the gradient ``G = U S V^T`` of a weight ``[in, out]``, ``a`` starts as the first r columns of U and ``b`` as the
 rows r to 2r of ``V^T``, both times ``out^(1/4) / sqrt(gamma)``; the scale is alpha / sqrt(r). The first update of the
 product then is along the gradient's best approximation of rank 2r. The initial product is subtracted from the frozen

@@ -61,12 +61,14 @@ class Objective(abc.ABC):
         optional: those that it reads where the batch has them.
         metrics: names of its further metrics, the keys of ``LossSums.metrics``.
         contents: values of ``data.content`` that have its batches.
+        value_head: whether the run's parameters have a value head (``jaxllm.models.value_head``).
     """
 
     contents: ClassVar[tuple[str, ...]] = ("text", "chat")
     required: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     metrics: ClassVar[tuple[str, ...]] = ()
+    value_head: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, model: Functional, params: Any, batch: Any) -> LossSums:
@@ -103,12 +105,20 @@ class HeadObjective(Objective):
         ``sharded_token_logprobs`` gives log-probabilities and entropies of the targets without storing the logits.
         """
 
-    def __call__(self, model: Functional, params: Any, batch: Any) -> LossSums:
-        """Loss sums of a batch, after a forward pass."""
-        hidden, _ = model.forward(params, batch.tokens, batch.positions, Segments(batch.segment_ids))
+    def from_hidden(self, model: Functional, params: Any, hidden: Float[Array, "B S D"], batch: Any) -> LossSums:
+        """Loss sums from hidden states before the final norm.
+
+        Args:
+            params: the parameters, or those of ``embedding`` and ``head`` alone.
+        """
         hidden, head = model.unembed(params, hidden)
         with sharding.use_rules(model.rules):
             return self.sums(model, hidden, head, batch)
+
+    def __call__(self, model: Functional, params: Any, batch: Any) -> LossSums:
+        """Loss sums of a batch, after a forward pass."""
+        hidden, _ = model.forward(params, batch.tokens, batch.positions, Segments(batch.segment_ids))
+        return self.from_hidden(model, params, hidden, batch)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from typing import Any
 
 from jaxllm.checkpoint import CheckpointCorruptError, state_providers
 from jaxllm.config import differences, from_dict
+from jaxllm.models.value_head import fresh_value_head, put_value_head
 from jaxllm.train.config import RunConfig
 from jaxllm.train.frozen_base import trained_only
 from jaxllm.train.recovery.saving import Saver
 from jaxllm.train.run import Run
+from jaxllm.train.run_model import has_value_head
 from jaxllm.train.step.step_builder import init_run_state
 from jaxllm.train.step.step_chain import link_states, saved_state
 from jaxllm.train.step.train_state import TrainState, init_extras
@@ -36,6 +38,8 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
             params = run.base.start_params(run.first_gradients)
         elif run.init_model is not None:
             params = run.init_model.load(run.mesh, run.config.model.param_dtype)
+            if has_value_head(run.config):
+                params = put_value_head(params, fresh_value_head(run.abstract.params["head"]["value"]))
         return init_run_state(run.config, run.model, run.optimizer, run.mesh, run.abstract, params), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()

@@ -100,9 +100,8 @@ def lomo_update(
             return model.embed({"embedding": merge(own, params["embedding"])}, batch.tokens, batch.positions)
 
         def loss(ends: Any, x: Array) -> tuple[Array, LossSums]:
-            hidden, weight = model.unembed(merge(ends, {name: params[name] for name in ends}), x)
-            with sharding.use_rules(model.rules):
-                sums = objective.sums(model, hidden, weight, batch)
+            whole = merge(ends, {name: params[name] for name in ends})
+            sums = objective.from_hidden(model, whole, x, batch)
             return sums.loss / total, sums
 
         x, embed_vjp = jax.vjp(embed, trained["embedding"])

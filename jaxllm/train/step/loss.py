@@ -18,6 +18,7 @@ import sharding
 from jaxllm.models import Functional, Segments
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.models.param_subset import merge, select
+from jaxllm.models.value_head import state_values
 from jaxllm.optim import DifferentiatedTree
 from jaxllm.train.step.numerics import Numerics
 from jaxllm.train.step.objective import (
@@ -65,9 +66,7 @@ def loss_sums(
     segments = model.training_context(batch.segment_ids, layout)
     tally = None if routing is None else RoutingAccumulator.of(model.config, segments)
     hidden, context = model.forward(params, batch.tokens, batch.positions, tally or segments)
-    hidden, head = model.unembed(params, hidden)
-    with sharding.use_rules(model.rules):
-        sums = objective.sums(model, hidden, head, batch)._replace(items=items)
+    sums = objective.from_hidden(model, params, hidden, batch)._replace(items=items)
     if routing is None or not isinstance(context, RoutingAccumulator):
         return sums
     routers = context.sums(model.config, sums.total)
@@ -108,15 +107,50 @@ def token_logprobs(
         accumulate: micro-batches that the batch is split into, one after the other, to bound activation memory.
     """
 
-    def of_micro_batch(batch: Any) -> tuple[Array, Array]:
+    def score(hidden: Array, batch: Any) -> tuple[Array, Array]:
+        hidden, head = model.unembed(params, hidden)
+        with sharding.use_rules(model.rules):
+            return sharded_token_logprobs(hidden, head, batch.targets, model.config.logit_softcap)
+
+    return token_scores(score, model, params, batch, accumulate, layout)
+
+
+def token_values(
+    model: Functional, params: Any, batch: Any, *, accumulate: int = 1, layout: Layout = "contiguous"
+) -> Float[Array, "B S"]:
+    """Value of the state after each token of a batch, by the value head.
+
+    Args:
+        model: with a value head (``jaxllm.models.value_head``).
+        params, batch, accumulate, layout: see ``token_logprobs``.
+    """
+
+    def score(hidden: Array, batch: Any) -> Array:
+        hidden, _ = model.unembed(params, hidden)
+        with sharding.use_rules(model.rules):
+            return state_values(params, hidden)
+
+    return token_scores(score, model, params, batch, accumulate, layout)
+
+
+def token_scores(
+    score: Callable[[Array, Any], Any], model: Functional, params: Any, batch: Any, accumulate: int, layout: Layout
+) -> Any:
+    """Scores of the tokens of a batch, after a forward pass: a tree of arrays [B S].
+
+    Args:
+        score: ``(hidden states before the final norm, micro-batch) -> scores``.
+        model, params, batch, accumulate, layout: see ``token_logprobs``.
+    """
+
+    def of_micro_batch(batch: Any) -> Any:
         with sharding.use_rules(model.rules):
             batch = permute_sequence(batch, layout)
         segments = model.text_context(batch.segment_ids, layout)
         hidden, _ = model.forward(params, batch.tokens, batch.positions, segments)
-        hidden, head = model.unembed(params, hidden)
+        found = score(hidden, batch)
         with sharding.use_rules(model.rules):
-            found = sharded_token_logprobs(hidden, head, batch.targets, model.config.logit_softcap)
-            return unpermute_sequence(found[0], layout), unpermute_sequence(found[1], layout)
+            return jax.tree.map(lambda x: unpermute_sequence(x, layout), found)
 
     if accumulate == 1:
         return of_micro_batch(batch)
@@ -124,7 +158,7 @@ def token_logprobs(
         parts = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
     found = jax.lax.map(of_micro_batch, parts)
     with sharding.use_rules(model.rules):
-        return join_micro_batches(found[0]), join_micro_batches(found[1])
+        return jax.tree.map(join_micro_batches, found)
 
 
 def _given_or_cross_entropy(objective: Objective | None, z_loss: float) -> Objective:

@@ -79,9 +79,7 @@ def mezo_update(
 
                 x, _ = jax.lax.scan(layer, x, jnp.arange(repeats, dtype=jnp.int32))
                 first += size * repeats
-            hidden, weight = model.unembed(ends, x)
-            with sharding.use_rules(model.rules):
-                return objective.sums(model, hidden, weight, batch)
+            return objective.from_hidden(model, ends, x, batch)
 
         both = jax.lax.map(loss, jnp.array([PERTURBATION, -PERTURBATION], dtype))
         slope = (both.loss[0] - both.loss[1]) / (2 * PERTURBATION * total)

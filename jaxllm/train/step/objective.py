@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.config import ConfigError, closest, from_dict
+from jaxllm.train.objectives.actor_critic import ActorCriticObjective
 from jaxllm.train.objectives.kto import KTO
 from jaxllm.train.objectives.objective_base import TOKENS as TOKENS
 from jaxllm.train.objectives.objective_base import CrossEntropyObjective as CrossEntropyObjective
@@ -32,6 +33,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "simpo": SimPO,
     "reward_model": BradleyTerry,
     "policy": PolicyObjective,
+    "actor_critic": ActorCriticObjective,
 }
 """Objective table: name -> class. A row may be added from outside the package."""
 

@@ -191,7 +191,6 @@ def _head(model: Functional, objective: HeadObjective) -> Callable[[Any, Array, 
     """Function of parameters, final hidden states and a micro-batch: its loss sums."""
 
     def head(ends: Any, hidden: Array, batch: Any) -> LossSums:
-        hidden, weight = model.unembed(ends, hidden)
-        return objective.sums(model, hidden, weight, batch)
+        return objective.from_hidden(model, ends, hidden, batch)
 
     return head

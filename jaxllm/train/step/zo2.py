@@ -121,9 +121,7 @@ def zo2_update(
             first += size * repeats
 
         def loss(side: tuple[Array, Array]) -> Any:
-            hidden, weight = model.unembed(shifted(ends, z, side[0]), side[1])
-            with sharding.use_rules(model.rules):
-                return objective.sums(model, hidden, weight, batch)
+            return objective.from_hidden(model, shifted(ends, z, side[0]), side[1], batch)
 
         both = jax.lax.map(loss, (sides, x))
         slope = (both.loss[0] - both.loss[1]) / (2 * PERTURBATION * total)

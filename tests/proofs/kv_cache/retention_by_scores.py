@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.infer import Engine, SamplingParams
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.runner.retention.corm import Corm
-from jaxllm.posttrain.retention_training import HEADS_FILE, train_heads
+from jaxllm.posttrain.frozen.retention_training import HEADS_FILE, train_heads
 from pallas_kernels.paged_attention.retention import by_scores
 from recipes.locret import locret_smollm2
 from tests import environment

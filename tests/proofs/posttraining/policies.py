@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxllm.models import functional
 from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.posttrain import train_policy
 from jaxllm.posttrain.advantages import group_centred, group_normalised, leave_one_out
@@ -26,13 +25,13 @@ from jaxllm.train import ObjectiveConfig, Run, value_and_grad
 from jaxllm.train import loop as training_loop
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.step.loss import token_logprobs
-from jaxllm.train.step.train_state import initial_params
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
-from tests.posttrain.pairs import MODEL, spoilt
 from tests.posttrain.policy_losses import (
     LARGEST,
+    drawn_params,
     drawn_rollouts,
+    model_of,
     objective_of,
     options_of,
     policy_loss_and_grads,
@@ -42,11 +41,6 @@ from tests.posttrain.policy_losses import (
 from tests.posttrain.tiny_policy import policy_run
 from tests.proofs.harness import proof
 from tests.train import runs
-
-
-def drawn_params(seed: int) -> Any:
-    """Parameters of the tiny model."""
-    return spoilt(jax.jit(lambda: initial_params(functional(MODEL), 0, None))(), seed)
 
 
 @proof(
@@ -59,14 +53,16 @@ def drawn_params(seed: int) -> Any:
 def policy_losses(case: tuple[str, str]) -> float:
     """Loss and gradients of random rollouts against the formulas, completion by completion."""
     algorithm, kl = case[0], bool(case[1])
-    rng, params = np.random.default_rng([*algorithm.encode(), kl]), drawn_params(3)
+    rng, params = np.random.default_rng([*algorithm.encode(), kl]), drawn_params(3, algorithm)
     pairs, values = drawn_rollouts(rng)
     want, grads = jax.jit(jax.value_and_grad(lambda p: reference_policy_loss(algorithm, p, pairs, values, kl=kl)))(
         params
     )
-    batch = rollout_rows(pairs, values, ALGORITHMS[algorithm].mean_over, 2, kl=kl)
+    batch = rollout_rows(pairs, values, algorithm, 2, kl=kl)
     loss, got, metrics = policy_loss_and_grads(algorithm, params, batch)
     assert 0 < float(metrics["clipped"]) < 1, "some ratios are clipped, and some are not"
+    if ALGORITHMS[algorithm].has_values:
+        assert 0 < float(metrics["value_clipped"]) < 1, "some values are clipped, and some are not"
     return max(abs(float(loss / want) - 1), tiny.leaf_error(got, grads))
 
 
@@ -80,8 +76,8 @@ def policy_losses_of_trl(algorithm: str) -> float:
 
     rng = np.random.default_rng([*algorithm.encode()])
     pairs, values = drawn_rollouts(rng)
-    params, options = drawn_params(4), options_of(algorithm, kl=True)
-    batch = rollout_rows(pairs, values, ALGORITHMS[algorithm].mean_over, 2, kl=True)
+    params, options = drawn_params(4, algorithm), options_of(algorithm, kl=True)
+    batch = rollout_rows(pairs, values, algorithm, 2, kl=True)
     ours, _, _ = policy_loss_and_grads(algorithm, params, batch)
     from tests.posttrain.pairs import completion_logprobs
 
@@ -117,7 +113,7 @@ def policy_losses_of_trl(algorithm: str) -> float:
 
 MESHED = [
     (name, way)
-    for name in ("grpo", "gspo", "rloo")
+    for name in ("grpo", "gspo", "rloo", "ppo")
     for way in ("fsdp=4,data=2", "fsdp=2,tensor=2,context=2", "micro-batches")
 ]
 
@@ -127,12 +123,12 @@ def rollouts_on_meshes(case: tuple[str, str]) -> float:
     """Loss and gradients on several devices, or in four micro-batches, against one device at once."""
     algorithm, way = case
     pairs, values = drawn_rollouts(np.random.default_rng(5), 16)
-    params, batch = drawn_params(6), rollout_rows(pairs, values, ALGORITHMS[algorithm].mean_over, 8, kl=True)
+    params, batch = drawn_params(6, algorithm), rollout_rows(pairs, values, algorithm, 8, kl=True)
     want, grads, _ = policy_loss_and_grads(algorithm, params, batch)
     if way == "micro-batches":
         loss, got, _ = policy_loss_and_grads(algorithm, params, batch, 4)
         return max(abs(float(loss / want) - 1), tiny.leaf_error(got, grads))
-    model, built = functional(MODEL), MeshSpec.parse(way).build(jax.devices())
+    model, built = model_of(algorithm), MeshSpec.parse(way).build(jax.devices())
     with jax.set_mesh(built):
         there = shardings_of(abstract_params(model.abstract(), model.logical_axes(), built, model.rules))
         places = jax.NamedSharding(built, model.rules.spec(("batch", "seq"), built))
@@ -254,7 +250,7 @@ def rollouts_are_on_policy(case: str) -> float:
         return feed.worst
 
 
-@proof("posttraining", cases=["grpo", "dapo"], sample=1)
+@proof("posttraining", cases=["grpo", "dapo", "ppo"], sample=1)
 def policies_resume(algorithm: str) -> None:
     """A run that a signal stops, and one that runs through."""
     with tempfile.TemporaryDirectory() as name:
@@ -301,12 +297,13 @@ def curve(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@proof("posttraining", cases=[0, 1, 2, "shuffled"], sample=1, bound=0.0)
+@proof("posttraining", cases=[0, 1, 2, "shuffled", "ppo"], sample=1, bound=0.0)
 def a_policy_learns(case: int | str) -> float:
     """By how much the mean reward of the last steps falls short of its claim, or, shuffled, exceeds it."""
     shuffled = case == "shuffled"
     with tempfile.TemporaryDirectory() as name:
-        config = policy_run(Path(name), steps=30, seed=0 if shuffled else case, group=8)
+        config = policy_run(Path(name), steps=30, seed=case if isinstance(case, int) else 0, group=8)
+        config = dataclasses.replace(config, algorithm="ppo" if case == "ppo" else config.algorithm)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=16))
         with pytest.MonkeyPatch.context() as monkeypatch:
             if shuffled:
@@ -314,6 +311,7 @@ def a_policy_learns(case: int | str) -> float:
             result = train_policy(config)
         rewards = [row["reward"] for row in rows_of(result.directory)]
         gain = float(np.mean(rewards[-5:]) - np.mean(rewards[:5]))
+        print(f"reward +{gain:.3f}")
         return max(abs(gain) - 0.1, 0.0) if shuffled else max(0.2 - gain, 0.0)
 
 

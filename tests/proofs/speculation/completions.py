@@ -17,12 +17,13 @@ from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer
 from pallas_kernels.paged_attention.kv_formats import quantised_formats
 from tests.infer import engines
+from tests.infer.drafts import trained_draft
 from tests.infer.proposers import OracleProposer
 from tests.infer.test_verification import asked, equal
 from tests.proofs.harness import proof
 
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous")
-PROPOSERS = ("ngram", "draft", "self")
+PROPOSERS = ("ngram", "draft", "self", "trained")
 FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
 MOST = 3
 """Draft tokens."""
@@ -64,6 +65,8 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
     if name == "self":
         layers = engines.model_of(family, "float64").layers
         return engines.self_draft(engine, int(rng.integers(1, layers)))
+    if name == "trained":
+        return engines.self_draft(engine, trained_draft(family, int(rng.integers(1, MOST)), rng))
     share, one, other = rng.choice([0.0, 0.1, 0.5]), *(engines.params_of(family, "float64", seed) for seed in (4, 5))
     params = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
     return engines.draft(engine, engines.model_of(family, "float64"), params)
@@ -154,7 +157,7 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     if name == "draft":
         proposer: Any = engines.draft(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
     else:
-        proposer = NgramProposer() if name == "ngram" else engines.self_draft(engine, 1)
+        proposer = NgramProposer() if name == "ngram" else proposer_of(name, engine, "llama", rng)
     config = engine.config
     speculate(engine, proposer, AdaptiveDraftLength(MOST, config.decode_buckets, config.prompt_buckets))
     made, step = [], 0
