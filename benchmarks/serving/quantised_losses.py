@@ -1,10 +1,13 @@
-"""Losses of a model in formats and methods, on four texts: one line for each, and a table in Markdown.
+"""Losses and tasks of a model in formats and methods: a line of a table in Markdown for each.
 
     python -m benchmarks.serving.quantised_losses [--model smollm2] [--cells int8:rtn,int4_g64:gptq] [--json FILE]
+        [--items 24]
 
 Calibration text: plays that are not held out, source code and reference text, a third of the rows each. Texts of the
 losses: the held-out plays, other source code, another part of the reference (all of Python's library), and pages of
-this repository. Matrices stay packed, so that activations are rounded where the format says so.
+this repository. Three tasks of multiple choice (``text_tasks``): how reference text and pages go on, and capitals;
+shown is the share of rows whose right answer has the largest likelihood per byte. Matrices stay packed, so that
+activations are rounded where the format says so.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 CELLS = (
-    "int8:rtn,llm_int8:rtn,w8a8:smoothquant,fp8:rtn,int4_g64:rtn,int4_g64:hqq,int4_g64:awq,int4_g64:gptq,nf4:rtn,"
-    "lut4:learned_scales,lut4:gptq_learned_scales,int4_g64:gptq_learned_scales,mxfp4:gptq,w4a8_g64:gptq,int3_g64:gptq,lut3:gptq,budget_3.5_g64:gptq"
+    "int8:rtn,fp8:rtn,w8a8:smoothquant,int4_g64:rtn,int4_g64:hqq,int4_g64:awq,int4_g64:gptq,int4_g64:gptq_act_order,"
+    "int4_g64:gptq_learned_scales,nf4:rtn,lut4:rtn,lut4:gptq_learned_scales,mxfp4:gptq,int3_g64:gptq_act_order"
 )
 """FORMAT:METHOD; budget_N_gM is a mean of N bits in groups of M."""
+PLAIN = "float32"
+"""The cell of the model as it is."""
 
 
 def texts() -> tuple[dict[str, str], list[str]]:
@@ -43,18 +48,20 @@ def texts() -> tuple[dict[str, str], list[str]]:
 
 
 class CellLoss(NamedTuple):
-    """Losses of a model in one format.
+    """Losses and tasks of a model in one format.
 
     Attributes:
         cell: FORMAT:METHOD.
         mebibytes: size of its files.
         before, after: loss on each text.
+        tasks: share of right answers, by task.
     """
 
     cell: str
     mebibytes: float
     before: dict[str, float]
     after: dict[str, float]
+    tasks: dict[str, float]
 
     @property
     def rises(self) -> dict[str, float]:
@@ -62,15 +69,21 @@ class CellLoss(NamedTuple):
         return {name: self.after[name] / loss - 1 for name, loss in self.before.items()}
 
 
-def measure(model: str, cells: Sequence[str], rows: int, per_text: int, length: int) -> Iterator[CellLoss]:
-    """Quantises a model in each format and measures its losses.
+def measure(
+    model: str, cells: Sequence[str], rows: int, per_text: int, length: int, items: int = 0
+) -> Iterator[CellLoss]:
+    """Quantises a model in each format and measures its losses and tasks; "float32" is the model as it is.
 
     Args:
         rows: rows of calibration text.
         per_text: rows of each text of the losses.
         length: tokens of a row.
+        items: rows of each task; 0: no tasks.
     """
-    from jaxllm.cli.commands.quantise import mean_loss, quantise
+    from benchmarks.serving.forward_scorer import ForwardScorer
+    from benchmarks.serving.text_tasks import write_tasks
+    from jaxllm.cli.commands.quantise import quantise
+    from jaxllm.evals import run_task
     from jaxllm.hub.model_source import find_model, open_source
 
     path = find_model(model)
@@ -82,8 +95,20 @@ def measure(model: str, cells: Sequence[str], rows: int, per_text: int, length: 
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "calibration.txt"
         text.write_text("".join(tokenizer.decode(part) for part in parts))
-        before = {name: mean_loss(path, one, per_text, length) for name, one in ids.items()}
+        asked = {name: losses[name] for name in ("reference", "pages")}
+        tasks = write_tasks(Path(folder), asked, items) if items else []
+
+        def scored(cell: str, source: Path, size: float, weights: str, before: dict[str, float]) -> CellLoss:
+            scorer = ForwardScorer(source, weights)
+            after = {name: scorer.mean_loss(one, per_text, length) for name, one in ids.items()}
+            right = {file.stem: run_task(scorer, file).metrics["acc_norm"] for file in tasks}
+            return CellLoss(cell, size, before or after, after, right)
+
+        plain = scored(PLAIN, path, 0.0, "plain", {})
         for number, cell in enumerate(cells):
+            if cell == PLAIN:
+                yield plain
+                continue
             form, method = cell.split(":")
             out = Path(folder) / str(number)
             command = [str(path), str(out), "--method", method, "--calibrate", str(text)]
@@ -93,8 +118,8 @@ def measure(model: str, cells: Sequence[str], rows: int, per_text: int, length: 
             else:
                 command += ["--format", form]
             quantise([*command, "--rows", str(rows), "--length", str(length)])
-            after = {name: mean_loss(out, one, per_text, length, "packed") for name, one in ids.items()}
-            yield CellLoss(cell, sum(file.stat().st_size for file in out.glob("*.safetensors")) / 2**20, before, after)
+            size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 2**20
+            yield scored(cell, out, size, "packed", plain.after)
 
 
 def main() -> int:
@@ -105,13 +130,16 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=12, help="rows of calibration text")
     parser.add_argument("--texts", type=int, default=4, help="rows of each text")
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--items", type=int, default=24, help="rows of each task; 0: no tasks")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = []
-    for one in measure(options.model, options.cells.split(","), options.rows, options.texts, options.length):
+    cells = [PLAIN] * (options.items > 0) + options.cells.split(",")
+    for one in measure(options.model, cells, options.rows, options.texts, options.length, options.items):
         found.append(one)
         rises = " | ".join(f"{rise:+.1%}" for rise in one.rises.values())
-        print(f"| {one.cell.replace(':', ' | ')} | {one.mebibytes:.0f} | {rises} |", flush=True)
+        right = "".join(f" {share:.0%} |" for share in one.tasks.values())
+        print(f"| {one.cell.replace(':', ' | ')} | {one.mebibytes:.0f} | {rises} |{right}", flush=True)
     if options.json:
         options.json.write_text(json.dumps([one._asdict() for one in found]))
     return 0

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
-from jaxllm.models import has_unstacked_layers
+from jaxllm.models import functional, has_unstacked_layers
+from jaxllm.quant import pack_params
 from tests.infer import engines
 
 CONFIG = EngineConfig(
@@ -47,6 +48,17 @@ def test_layers_are_apart_where_all_programs_for_that_are_there(tmp_path):
     (kept,) = ahead.runner.program_cache.folder.glob("complete-*.json")
     kept.unlink()  # as if that start had been stopped before its last program
     assert not has_unstacked_layers(started(tmp_path, layers="auto").runner.params)
+
+
+@pytest.mark.drawn(0.3)
+def test_packed_layers_stay_stacked_on_a_cpu(tmp_path, monkeypatch):
+    """Apart, XLA:CPU would write the dequantised matrices of many layers at once."""
+    model = functional(engines.model_of("llama", "float32"))
+    packed = pack_params(model, engines.params_of("llama", "float32"), "int8")
+    monkeypatch.setattr(engines, "params_of", lambda model, dtype: packed)
+    engines.build(CONFIG, manifest=tmp_path, apart=True)
+    chosen = engines.build(CONFIG, manifest=tmp_path, layers="auto")
+    assert not has_unstacked_layers(chosen.runner.params)
 
 
 @pytest.mark.drawn(0.3)

@@ -115,7 +115,7 @@ def draw(rng: np.random.Generator, case: Case, dtype=np.float64):
     rows = case.k // case.form.lanes
     packed = rng.integers(0, 256, (rows, case.n), dtype=np.uint8)
     if case.exponents:
-        scales = jnp.asarray(rng.integers(118, 134, (case.groups, case.n), dtype=np.uint8))
+        scales = jnp.asarray(rng.integers(124, 131, (case.groups, case.n), dtype=np.uint8))
         return jnp.asarray(rng.normal(size=(case.m, case.k)), dtype), jnp.asarray(packed), scales
     scales = rng.uniform(0.2, 2, (case.groups, case.n)) * 2.0 ** rng.integers(-3, 3, (case.groups, 1))
     wide = jnp.promote_types(dtype, jnp.float32)

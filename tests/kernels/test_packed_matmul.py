@@ -49,6 +49,14 @@ def test_bfloat16(implementation, rng):
     packed_body.check(implementation, CASES["groups of 32"], rng, jnp.bfloat16, 2**-7)
 
 
+@pytest.mark.parametrize(("implementation", "device"), [("pallas_tpu", "TPU"), ("pallas_gpu", "GPU")])
+def test_a_kernel_that_the_device_lacks_is_named(implementation, device):
+    """Asked for by name on a CPU it is refused, and never replaced."""
+    arguments = jnp.ones((2, 64)), jnp.zeros((32, 8), jnp.uint8), jnp.ones((1, 8)), PackedCodes(4)
+    with pytest.raises(NotImplementedError, match=f"{implementation} needs a {device}, not cpu"):
+        packed_matmul(*arguments, implementation=implementation)
+
+
 def test_what_does_not_fit_is_named():
     x, packed, scales = jnp.ones((2, 48)), jnp.zeros((24, 8), jnp.uint8), jnp.ones((3, 8))
     with pytest.raises(ValueError, match="3 bits; codes have 2, 4 or 8 bits"):

@@ -63,7 +63,7 @@ def main() -> int:
     """Does as the command line says."""
     warnings.filterwarnings("ignore")
     what, given, out = sys.argv[1:]
-    np.savez(out, **(opened(given) if what == "open" else packed(dict(np.load(given)))))
+    np.savez(out, **(opened(given) if what == "open" else packed(dict(np.load(given)))))  # pyright: ignore[reportArgumentType]
     return 0
 
 

@@ -19,8 +19,8 @@ from jaxllm.quant.codebooks import CODEBOOKS, CodebookGrid
 from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import IntGrid, MinimumGrid
 from jaxllm.quant.packing import pack_params
-from pallas_kernels._compat import TargetDevice
-from pallas_kernels.packed_matmul import packed_matmul
+from pallas_kernels._compat import TargetDevice, interpreting
+from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
 
@@ -151,6 +151,23 @@ def test_kernels_have_the_operands_of_the_matmul(grid, group, contract, rng, flo
     monkeypatch.setattr(packed_weight, "packed_matmul", lambda *args: used.append(1) or packed_matmul(*args))
     np.testing.assert_allclose(packed.project(x, ("batch", "seq", "embed"), 2), want, rtol=0, atol=1e-6)
     assert bool(used) == (found is not None)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(3, 16), (4, 6)])
+def test_formats_that_the_device_s_kernel_lacks_are_plain_jax(bits, group, rng, monkeypatch):
+    """3 bits, and groups that the GPU's kernel refuses by name, are multiplied all the same where nobody named it."""
+    form = CodeGroups(IntGrid(bits), group, -2)
+    packed = PackedWeight(*form.pack(jnp.asarray(rng.normal(size=(48, 8)), jnp.float32)), form)
+    x = jnp.asarray(rng.normal(size=(1, 2, 48)), jnp.float32)
+    want = packed.project(x, (None, None, None), 1)
+    monkeypatch.setattr(packed_weight, "target_device", lambda: TargetDevice("gpu", "NVIDIA Test"))
+    np.testing.assert_allclose(packed.project(x, (None, None, None), 1), want, rtol=0, atol=1e-5)
+    if found := form.kernel_terms(x, packed.values, packed.scales):
+        with interpreting(), pytest.raises(NotImplementedError, match="groups of a multiple of 16 bytes"):
+            packed_matmul(x[0], *found[:3], implementation="pallas_gpu")
+    else:
+        with pytest.raises(ValueError, match="3 bits; codes have 2, 4 or 8 bits"):
+            packed_matmul(x[0], packed.values, packed.scales[0], PackedCodes(bits))
 
 
 def test_terms_are_summed_before_they_are_rounded(rng):

@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.quant.codebooks import CodebookGrid
 from jaxllm.quant.grids import IntGrid
+from jaxllm.quant.methods.clipped_ranges import LEAST, STEPS, clipped_ranges
 from jaxllm.quant.methods.gptq import fit_groups, gptq, gptq_damped
+from jaxllm.quant.methods.rounding_table import METHODS
 
 
 def fit(rows, bits, symmetric):
@@ -84,3 +87,51 @@ def test_inputs_that_are_always_zero_and_singular_grams(rng, float64):
     assert damping == 0.01
     with pytest.raises(FloatingPointError, match="not positive definite with a damping of 0"):
         gptq(jnp.asarray(weight), jnp.asarray(-np.eye(16)), IntGrid(4), 8)
+
+
+@pytest.mark.parametrize("grid", [IntGrid(4), IntGrid(3, False), CodebookGrid("nf4")], ids=lambda grid: grid.name)
+@pytest.mark.parametrize(("inputs", "group"), [(24, 8), (21, 8), (12, None)])
+def test_clipped_ranges_are_the_best_of_those_tried(grid, inputs, group, rng, float64):
+    """Group by group in numpy: of all factors the one with the least weighted error, heavy tails among the weights."""
+    weight, power = rng.standard_t(3, size=(inputs, 5)), rng.uniform(0.1, 4, inputs)
+    found = clipped_ranges(jnp.asarray(weight), jnp.asarray(power), grid, group)
+    size, clipped = group or inputs, 0
+    for g in range(-(-inputs // size)):
+        part, own = weight[g * size : (g + 1) * size], power[g * size : (g + 1) * size]
+        tried = [grid.fit(jnp.asarray(part * factor)) for factor in np.linspace(1, LEAST, STEPS)]
+        errors = [
+            (own[:, None] * np.square(part - np.asarray(grid.decode(grid.encode(jnp.asarray(part), one), one)))).sum(0)
+            for one in tried
+        ]
+        best = np.argmin(errors, axis=0)
+        np.testing.assert_allclose(found.scale[g], [tried[b].scale[o] for o, b in enumerate(best)], rtol=1e-12)
+        np.testing.assert_array_equal(found.zero[g], [tried[b].zero[o] for o, b in enumerate(best)])
+        clipped += (best > 0).sum()
+    assert clipped > 0
+
+
+def test_shrinkage_is_of_each_input_s_own_diagonal(rng, float64):
+    """The recurrence with the Gram matrix whose diagonal is that much larger, and whose damping is of its own mean."""
+    weight, x = drawn(rng, 24)
+    gram = x.T @ x
+    want, _, params = by_column(weight, gram + 0.3 * np.diag(np.diag(gram)), 4, True, 8, damping=0.01 / 1.3)
+    codes, got = gptq(jnp.asarray(weight), jnp.asarray(gram), IntGrid(4), 8, shrinkage=0.3)
+    np.testing.assert_array_equal(codes, want)
+    np.testing.assert_allclose(got.scale, [params[g][0] for g in sorted(params)], rtol=1e-10)
+    assert (want != np.asarray(gptq(jnp.asarray(weight), jnp.asarray(gram), IntGrid(4), 8)[0])).any()
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq_act_order", "gptq_learned_scales"])
+def test_few_rows_do_not_mislead_the_methods(method, rng):
+    """48 inputs, 64 rows of calibration: on other rows the error is below that of rounding to the nearest."""
+    spread_, ratios = np.eye(48) + 0.1 * rng.normal(size=(48, 48)), []
+    for _ in range(4):
+        weight = jnp.asarray(rng.normal(size=(48, 32)), jnp.float32)
+        seen, held = (jnp.asarray(rng.standard_t(3, size=(n, 48)) @ spread_, jnp.float32) for n in (64, 2000))
+        errors = []
+        for name in (method, "rtn"):
+            codes, params, _ = METHODS[name].round(weight, seen.T @ seen, IntGrid(4), 16)
+            dense = IntGrid(4).decode(codes, type(params)(*(jnp.repeat(p, 16, axis=0) for p in params)))
+            errors.append(float(jnp.linalg.norm(held @ (weight - dense))))
+        ratios.append(errors[0] / errors[1])
+    assert np.mean(ratios) < 1

@@ -36,8 +36,9 @@ from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
-from jaxllm.models.packed_weight import batch_dependent_formats
+from jaxllm.models.packed_weight import batch_dependent_formats, has_packed
 from jaxllm.parallel import distributed
+from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.retention import by_scores
 
@@ -59,7 +60,7 @@ class ModelRunner:
 
     ``layers``: "given": as ``params`` has them. "auto": one array per layer where all programs for that are on disk,
     which decodes faster on CPUs and GPUs and compiles longer; the stacks of ``params`` are freed then. On one device
-    and without adapters; as given otherwise.
+    and without adapters, and not with packed weights on a CPU; as given otherwise.
 
     Attributes:
         spec: sizes, all settled.
@@ -141,7 +142,9 @@ class ModelRunner:
 
         of_sizes = digest([*config_key(config), max_len])[:8]
         complete = f"complete-{of_sizes}"
-        may_choose = layers == "auto" and self.mesh is None and not config.adapter_slots
+        # Of packed layers apart, XLA:CPU would dequantise many at once, into memory.
+        widened = has_packed(params) and target_device().platform == "cpu"
+        may_choose = layers == "auto" and self.mesh is None and not config.adapter_slots and not widened
         if may_choose and not has_unstacked_layers(params):
             compiled = cache_of(_abstract(params, apart=True)).saved_value(complete) is not None
             params = unstack_layers(params, donate=True) if compiled else params
