@@ -44,7 +44,7 @@ CASES = {
     "a table, no multiple of anything": Case(37, 1152, 203, 18, PackedCodes(4, TABLE)),
     "int8 in groups": Case(19, 192, 150, 6, PackedCodes(8)),
     "int8 by channel, levels": Case(3, 96, 20, 1, PackedCodes(8, BYTES)),
-    "groups of whole registers over many tiles": Case(3, 2048, 40, 16),
+    "groups of whole registers over many tiles": Case(3, 2048, 40, 64),
     "exponents over many tiles": Case(2, 2048, 40, 64, PackedCodes(4, TABLE), True),
     "exponents of few groups": Case(5, 1280, 40, 5, exponents=True),
     "int2": Case(9, 512, 140, 4, PackedCodes(2)),
@@ -106,7 +106,7 @@ def small_pieces() -> Iterator[None]:
     """Tiles so small that small shapes cross many of them."""
     config = importlib.import_module(f"{PACKAGE}.config")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config, "measured", lambda *_: {"rows": 32, "inner": 64, "columns": 128})
+        patch.setattr(config, "measured", lambda *_: {"rows": 32, "inner": 128, "columns": 128})
         yield
 
 
