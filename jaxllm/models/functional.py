@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 import sharding
 from jaxllm.models import remat
@@ -427,7 +427,7 @@ def has_unstacked_layers(params: Params) -> bool:
 
 
 @jax.jit
-def _rows(stack: Float[Array, "L *shape"]) -> tuple[Float[Array, "*shape"], ...]:
+def _rows(stack: Shaped[Array, "L *shape"]) -> tuple[Shaped[Array, "*shape"], ...]:
     return tuple(stack)
 
 

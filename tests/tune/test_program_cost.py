@@ -38,8 +38,8 @@ def test_a_program_is_the_sum_of_its_operations():
 
 
 def test_the_model_learns_costs_that_the_text_determines(rng):
-    sizes = rng.choice((16, 32, 48, 64, 96, 128, 192, 256, 384, 512), (60, 3))
-    model, error = program_cost.train_and_test([product(*map(int, one)) for one in sizes], 150)
+    sizes = rng.choice((16, 32, 48, 64, 96, 128, 192, 256, 384, 512), (100, 3))
+    model, error = program_cost.train_and_test([product(*map(int, one)) for one in sizes], 300)
     assert all(error[name].r_squared > 0.8 for name in program_cost.TARGETS)
     [small], [large] = (model.predict([product(n, n, n).text]) for n in (32, 256))
     assert 30 * small["flops"] < large["flops"]
