@@ -31,6 +31,7 @@ from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entrie
 from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
 from jaxllm.infer.runner.verification import last_rows, sample_proposed
 from jaxllm.models import Functional
+from jaxllm.models.retaining_heads import RetainingHeads
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 
 SCORED_ROWS = 64
@@ -96,13 +97,13 @@ class EngineStep:
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.model.rules):
             run = self._decode_loop if self.shape.decode else self._prefill_step
-            pools, evictions = self._prepare_pages(pools, packed)
+            pools, evictions = self.prepare_pages(pools, packed)
             pools, last, out, slots = run(params, pools, last, packed, slots, masks, evictions)
             # Replicated on every device: the host reads it from one of them.
             outputs = pools, last, sharding.constrain(out, None, None)
         return outputs if slots is None else (*outputs, tuple(slots))
 
-    def _prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> tuple[Pools, dict[str, Array]]:
+    def prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> tuple[Pools, dict[str, Array]]:
         """Copies the shared pages that the step is going to write to (copy-on-write), empties new ones, and evicts.
 
         Returns:
@@ -138,11 +139,39 @@ class EngineStep:
         evictions: dict[str, Array],
     ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
         """Runs prefill chunks and decode tokens as one flat batch; samples after the last row, or rows, of each."""
-        inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
+        pools, hidden = self._forward(params, pools, self.flat_batch(packed, last))
+        last, out, state = self.sample_rows(params, hidden, last, packed, state, masks, evictions)
+        return pools, last, out, state
+
+    def flat_batch(self, packed: Int[Array, "B elements"], last: Int[Array, "B R"]) -> StepBatch:
+        """Inputs of the forward pass of a step with prefill."""
 
         def read(packed: Array, last: Array) -> StepBatch:
-            x = inputs.unpack(packed)
+            x = self.shape.inputs.unpack(packed)
             return self._step_batch(x, self._input_tokens(last, x), x["kv_lens"])
+
+        return sharding.per_shard(read, "batch")(packed, last)
+
+    def sample_rows(
+        self,
+        params: Any,
+        hidden: Float[Array, "B T D"],
+        last: Int[Array, "B R"],
+        packed: Int[Array, "B elements"],
+        state: logits_processors.LogitsState | None,
+        masks: Int[Array, "B S U"] | None,
+        evictions: dict[str, Array],
+    ) -> tuple[Array, Array, logits_processors.LogitsState | None]:
+        """Samples after the last row, or rows, of each request of a step with prefill.
+
+        Args:
+            hidden: results of the forward pass.
+            evictions: further outputs of the step, see ``prepare_pages``.
+
+        Returns:
+            each slot's last token, the packed outputs, the slot state of the full sampler.
+        """
+        inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
 
         def sampled(packed: Array, hidden: Array) -> Array:
             return last_rows(hidden, inputs.unpack(packed)["starts"][1:], self.shape.rows)
@@ -160,11 +189,9 @@ class EngineStep:
             last = last.at[x["slots"]].set(tokens, mode="drop")
             return last, self.shape.outputs.pack(out | scores), state
 
-        pools, hidden = self._forward(params, pools, each(read)(packed, last))
         logits = self._logits(params, each(sampled)(packed, hidden))
         scores = (self._prompt_scores(params, hidden, packed) if self.shape.full else {}) | evictions
-        last, out, state = each(choose)(packed, logits, last, state, masks, scores)
-        return pools, last, out, state
+        return each(choose)(packed, logits, last, state, masks, scores)
 
     def _input_tokens(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
         """Token ids of the flat batch: from the host, or the last token of the request's slot."""
@@ -189,20 +216,23 @@ class EngineStep:
         rings = (x["slots"], x["found"]) if shape.residual else None
         return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings)
 
+    def context(self, pools: Pools, batch: StepBatch, heads: RetainingHeads | None = None) -> PagedCache:
+        """Attention context of a forward pass."""
+        return PagedCache(
+            pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
+            batch.columns, batch.rings, heads,
+        )  # fmt: skip
+
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
         heads = None
         if RETAINING_HEADS in params:
             heads, params = params[RETAINING_HEADS], {n: x for n, x in params.items() if n != RETAINING_HEADS}
-        ctx = PagedCache(
-            pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings, heads,
-        )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
             if batch.adapters is not None:
                 params = with_rows(params, *batch.adapters)
-        hidden, ctx = self.forward_model.forward(params, tokens, positions, ctx)
+        hidden, ctx = self.forward_model.forward(params, tokens, positions, self.context(pools, batch, heads))
         assert isinstance(ctx, PagedCache)
         return ctx.pools, sharding.constrain(hidden, "batch", "residual_seq", "act_embed")
 
