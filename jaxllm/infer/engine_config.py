@@ -59,6 +59,8 @@ class EngineConfig:
         adapter_page_ranks: ranks of a page of the pool of adapters, to which an adapter's rank is rounded up. 16 is the
             least for the kernel of GPUs; on a CPU, the rank of the adapters costs least.
         adapter_pages: pages of the pool of adapters; None: as many as all slots take with the largest rank.
+        layer_window: with ``StreamedWeights``: layers that are on the device at a time, besides those that stay there
+            (``jaxllm.infer.streaming``); 0: all weights are on the device. A step decodes one token of a sequence.
     """
 
     max_sequences: int = 16
@@ -85,6 +87,7 @@ class EngineConfig:
     adapter_rank: int = 64
     adapter_page_ranks: int = 16
     adapter_pages: int | None = None
+    layer_window: int = 0
 
     def __post_init__(self) -> None:
         self._check_adapters()
@@ -147,6 +150,16 @@ class EngineConfig:
             )
         if self.batch_invariant:
             self._check_invariant()
+        self._check_streamed()
+
+    def _check_streamed(self) -> None:
+        if self.layer_window < 0:
+            raise ValueError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
+        if self.layer_window and (self.adapter_slots or self.kv_disk is not None):
+            what = f"adapter_slots = {self.adapter_slots}" if self.adapter_slots else f"kv_disk = {self.kv_disk!r}"
+            raise ValueError(
+                f"engine: {what} does not go with layer_window = {self.layer_window}: leave one of them out."
+            )
 
     @property
     def has_tiers(self) -> bool:
@@ -254,21 +267,24 @@ class EngineConfig:
         sizes = {self.max_batched_tokens}
         while min(sizes) > 64:
             sizes.add(max(16, -(-min(sizes) // 4)))
-        return tuple(sorted({*sizes, *self.verify_buckets}))
+        decode = self._sequence_counts if self.layer_window else ()
+        return tuple(sorted({*sizes, *self.verify_buckets, *decode}))
 
     @property
     def verify_buckets(self) -> tuple[int, ...]:
         """Token counts of steps in which a bucket of sequences verify their proposed tokens."""
         if not self.verify_tokens:
             return ()
-        sizes = (count * (1 + self.verify_tokens) for count in self.decode_buckets)
+        sizes = (count * (1 + self.verify_tokens) for count in self._sequence_counts)
         return tuple(size for size in sizes if size < self.max_batched_tokens)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Sequence counts that decode-only steps are compiled for and padded to."""
-        if self.batch_invariant:
-            return ()
+        return () if self.batch_invariant or self.layer_window else self._sequence_counts
+
+    @property
+    def _sequence_counts(self) -> tuple[int, ...]:
         sizes = [1]
         while sizes[-1] < self.max_sequences:
             sizes.append(min(2 * sizes[-1], self.max_sequences))

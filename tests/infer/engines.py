@@ -19,6 +19,8 @@ from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
+from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -147,10 +149,20 @@ def params_of(name: str, dtype: str, seed: int = 4) -> Any:
 
 
 def build(
-    config: EngineConfig, model: str = "llama", dtype: str = "float32", *, apart: bool = False, **fields: Any
+    config: EngineConfig,
+    model: str = "llama",
+    dtype: str = "float32",
+    *,
+    apart: bool = False,
+    placement: WeightPlacement | None = None,
+    **fields: Any,
 ) -> Engine:
-    """An engine whose programs compile fast."""
+    """An engine whose programs compile fast; with ``placement`` its weights are streamed."""
     params = unstack_layers(params_of(model, dtype)) if apart else params_of(model, dtype)
+    if placement is not None:
+        ends = {name: value for name, value in params.items() if name != "segments"}
+        params = StreamedWeights.of(functional(model_of(model, dtype)), ends, LoadedLayers(params), placement, [model])
+        config = replace(config, layer_window=placement.window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return Engine.of(functional(model_of(model, dtype)), params, config, strict=True, **fields)

@@ -15,7 +15,7 @@ import tyro
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.cli.model_loading import check_offload, load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
 from jaxllm.infer.engine.policies import PolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
@@ -79,6 +79,7 @@ def serve(argv: list[str]) -> int:
         pooling: Literal["mean", "last"] | None = None,
         programs: Path | None = None,
         trust_programs: bool = False,
+        offload: str | None = None,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -153,6 +154,10 @@ def serve(argv: list[str]) -> int:
                 beside the model's files, if there is one.
             trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
                 can do anything; files that others than you can change are not taken in any case.
+            offload: serve a model that the device has no room for: layers come to it while they compute, from the host
+                or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
+                layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
+                for files of the rest (docs/serve/offload.md).
         """
         # Before anything is imported or loaded, which takes seconds.
         try:
@@ -172,6 +177,7 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.engine_config import serving_config
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
+        check_offload(offload, mesh)
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
@@ -203,7 +209,9 @@ def serve(argv: list[str]) -> int:
             from jaxllm.infer.llm import shipped_programs
 
             form = "stacked" if layers == "auto" else layers
-            loaded = load_with_progress(model, dtype, form, mesh, weights, generation_config, progress=start)
+            loaded = load_with_progress(
+                model, dtype, form, mesh, weights, generation_config, offload=offload, progress=start
+            )
             return LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,

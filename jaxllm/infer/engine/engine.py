@@ -24,7 +24,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -62,6 +62,8 @@ from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
 from jaxllm.infer.start_progress import Listener
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
 from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.parallel import distributed
@@ -170,7 +172,8 @@ class Engine:
         """Builds an engine for a model and compiles its programs.
 
         Args:
-            model, params: trained model and its weights, as ``load_model`` returns them.
+            model, params: trained model and its weights, as ``load_model`` returns them; or ``StreamedWeights``, with
+                ``config.layer_window``.
             config: sizes of the engine.
             tokenizer: see ``Engine``.
             vocab_size: tokens from here on are never sampled; None: the tokenizer's vocabulary, or the model's.
@@ -207,16 +210,20 @@ class Engine:
             raise ValueError(
                 f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
             )
+        streamed = params if isinstance(params, StreamedWeights) else None
+        _check_streamed(config, streamed)
         order = ChannelOrder(model, params) if config.orders_channels else None
         if order is not None:
             model, params = order.model, order.fold(params)
         if config.speculate is not None:
+            own = replace(config, layer_window=0)  # a draft model is on the device
             proposer = make_proposer(
-                ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
+                ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background)
             )
         reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
         may_choose = config.speculate is None and proposer is None and order is None
-        runner = ModelRunner(
+        make = StreamedRunner if streamed is not None else ModelRunner
+        runner = make(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
             layers=layers if may_choose else "given", progress=progress,
@@ -639,7 +646,8 @@ class Engine:
 
     def _length_of_drafts(self) -> DraftLength:
         config = self.config
-        if config.speculate is None or config.draft_length == "fixed":
+        if config.speculate is None or config.draft_length == "fixed" or config.layer_window:
+            # To read the layers takes the time of a step with streamed weights, however many tokens it verifies.
             return FixedDraftLength(config.verify_tokens)
         return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
 
@@ -712,3 +720,26 @@ class Engine:
                 self.metrics.dropped_entries += heads * (sequence.computed - kept)
         self.scheduler.finish(sequence)
         return output_delta(sequence, tokens, text, finish)
+
+
+def _check_streamed(config: EngineConfig, weights: StreamedWeights | None) -> None:
+    """Checks what goes with streamed weights.
+
+    Raises:
+        ValueError: names what does not.
+    """
+    window = 0 if weights is None else weights.placement.window
+    if config.layer_window != window:
+        raise ValueError(
+            f"engine: layer_window = {config.layer_window}, and the weights are placed with a window of {window}; give "
+            "both the same number (0: all weights are on the device)."
+        )
+    if not window:
+        return
+    if config.orders_channels:
+        raise ValueError(f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4.")
+    if (config.speculate or "").partition(":")[0] == "self":
+        raise ValueError(
+            f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
+            "draft:MODEL or ngram."
+        )

@@ -317,7 +317,7 @@ class Scheduler:
 
     def _decode_steps(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
         """Decode steps on the device before the host looks: several if no sequence waits and the pages suffice."""
-        if prefills or self.waiting or self.forks or not decodes or self.config.batch_invariant:
+        if prefills or self.waiting or self.forks or not decodes or not self.config.decode_buckets:
             return 1
         if any(self._needs_last(s) for s in decodes):
             return 1

@@ -203,7 +203,7 @@ class ModelRunner:
         least = self.shape(*self.config.program_rows(requests, tokens, decode=decode), full)
         if self.programs.complete:
             return least
-        ready = [shape for shape in self._shapes if shape.name in self.programs]
+        ready = [shape for shape in self._shapes if all(one.name in self.programs for one in self._programs_of(shape))]
         return smallest_fitting(ready, least) or least
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
@@ -212,12 +212,16 @@ class ModelRunner:
         with self._on_mesh():
             arguments = self._weights, self.pools, self.last, put(packed, self._per_replica)
             if shape.full:
-                legal = self._all_tokens[_mask_rows(shape)] if masks is None else put(masks, self._per_replica)
+                legal = self.all_tokens(shape) if masks is None else put(masks, self._per_replica)
                 self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
             else:
                 self.pools, self.last, out = program(*arguments)
         out.copy_to_host_async()
         return out
+
+    def all_tokens(self, shape: StepShape) -> jax.Array:
+        """Token masks of a step that allow all tokens."""
+        return self._all_tokens[_mask_rows(shape)]
 
     def seat(self, replica: int, packed: np.ndarray) -> None:
         """Writes a request's logits-processor state into its slot."""
@@ -333,8 +337,9 @@ class ModelRunner:
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
         else:
-            largest = self._step(self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers))
-            temporaries = self.program_cache.compile_all([largest])[largest.name].memory.temp_size_in_bytes
+            largest = self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers)
+            compiled = self.program_cache.compile_all(self._programs_of(largest))
+            temporaries = max(one.memory.temp_size_in_bytes for one in compiled.values())
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
             weights, slots = map(_bytes_of, (self._abstract_weights, self._abstract_state() if self._full else ()))
             room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - weights - temporaries - slots
@@ -401,7 +406,7 @@ class ModelRunner:
     def _programs(self) -> tuple[list[EngineProgram], int]:
         """All programs, and how many of them the engine can serve with; the others with the most useful first."""
         first, others = by_usefulness(self._shapes, self._plain_first)
-        programs, later = [self._step(shape) for shape in first], list[EngineProgram]()
+        programs, later = [one for shape in first for one in self._programs_of(shape)], list[EngineProgram]()
         if self._full:
             row = logits_processors.slot_buffer(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
@@ -424,7 +429,7 @@ class ModelRunner:
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
             programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
-        return [*programs, *later, *map(self._step, others)], len(programs)
+        return [*programs, *later, *(one for shape in others for one in self._programs_of(shape))], len(programs)
 
     @functools.cached_property
     def _shapes(self) -> list[StepShape]:
@@ -440,23 +445,32 @@ class ModelRunner:
     def _full(self) -> bool:
         return "full" in self.config.samplers
 
-    def _step(self, shape: StepShape) -> EngineProgram:
-        arguments = {
-            "params": self._abstract_weights,
-            "pools": self._abstract_pools(),
+    def _programs_of(self, shape: StepShape) -> list[EngineProgram]:
+        """Programs that a step of a shape runs."""
+        arguments = {"params": self._abstract_weights, "pools": self._abstract_pools(), **self._abstract_inputs(shape)}
+        return [
+            EngineProgram(
+                shape.name, self._step(shape).__call__, arguments, ("pools", "last", "state"), config_key(shape)
+            )
+        ]
+
+    def _abstract_inputs(self, shape: StepShape) -> dict[str, Any]:
+        """Arguments of a step beside weights and pools."""
+        found: dict[str, Any] = {
             "last": self._abstract_ints(shape.slots),
             "packed": self._abstract_ints(shape.inputs.size),
         }
         if shape.full:
             width = mask_width(self.model.config.vocab_size)
-            arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(_mask_rows(shape), width)}
+            found |= {"state": self._abstract_state(), "masks": self._abstract_ints(_mask_rows(shape), width)}
+        return found
+
+    def _step(self, shape: StepShape) -> EngineStep:
         ways = 1 if self.mesh is None else self.mesh.shape.get("context", 1)
         forward_model = self._split_model if ways > 1 and not shape.decode and shape.tokens % ways == 0 else self.model
-        step = EngineStep(
+        return EngineStep(
             self.model, forward_model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant
         )
-        donated = ("pools", "last", "state")
-        return EngineProgram(shape.name, step.__call__, arguments, donated, config_key(shape))
 
     def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         state = jax.eval_shape(

@@ -1,0 +1,141 @@
+"""Streamed runner: a model runner whose layers come to the device while they compute, a few at a time.
+
+Steps are made of the programs of ``StreamedStep``. Decode tokens go through the programs of steps with prefill, one a
+step: a loop on the device would need all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.model_runner import ModelRunner
+from jaxllm.infer.runner.program_cache import EngineProgram, config_key
+from jaxllm.infer.runner.serving_mesh import put
+from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.streaming.streamed_step import StreamedStep
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.models import Functional
+from jaxllm.models.packed_weight import batch_dependent_formats
+
+
+class StreamedRunner(ModelRunner):
+    """Runner of a model on one device that need not hold its weights; see ``ModelRunner``.
+
+    Args:
+        model: the model.
+        weights: its weights, and where they are.
+        config: sizes of the engine, with ``layer_window``.
+        options: of ``ModelRunner``.
+
+    Raises:
+        ValueError: settings that streamed weights do not go with; names them.
+
+    Attributes:
+        window: the units on the device.
+    """
+
+    def __init__(self, model: Functional, weights: StreamedWeights, config: EngineConfig, **options: Any):
+        if (mesh := options.get("mesh")) is not None and mesh.size > 1:
+            raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
+        self._units = weights.units
+        device = jax.tree.leaves(weights.ends)[0].devices().pop()
+        self.window = weights.window(device)
+        self._layers = self._abstract_layers()
+        if config.batch_invariant and (found := batch_dependent_formats(self._layers)):
+            raise ValueError(
+                f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step."
+            )
+        of_unit = max(
+            sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in self._layers.values()
+        )
+        options["reserved_bytes"] = (
+            options.get("reserved_bytes", 0) + self.window.resident_bytes + self.window.size * of_unit
+        )
+        try:
+            super().__init__(model, weights.ends, config, **options)
+        except BaseException:
+            self.window.close()
+            raise
+        self._firsts = {unit: put(np.int32(unit.first), self._per_replica) for unit in self._units}
+
+    def _abstract_layers(self) -> dict[int, Any]:
+        """Shapes of the weights of a unit of each segment, of which all units must be alike."""
+        found: dict[int, Any] = {}
+        for unit in self._units:
+            if unit.segment not in found:
+                tree = self.window.stores[unit].read(unit, self.window.device)
+                found[unit.segment] = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+                )
+        return found
+
+    def _programs_of(self, shape: StepShape) -> list[EngineProgram]:
+        """See ``ModelRunner``: the beginning of a step, one repeat of each segment, and the end."""
+        step, inputs, key = StreamedStep(self._step(shape)), self._abstract_inputs(shape), config_key(shape)
+        ends, pools = self._abstract_weights, self._abstract_pools()
+        place = jax.sharding.SingleDeviceSharding(self.window.device)
+        one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)  # noqa: E731
+        begin = {"params": ends, "pools": pools, "last": inputs["last"], "packed": inputs["packed"]}
+        _, batch, hidden, evicted = one(jax.eval_shape(step.begin, *begin.values()))
+        programs = [EngineProgram(f"{shape.name}-begin", step.begin, begin, ("pools",), key)]
+        for segment, weights in self._layers.items():
+            arguments = {
+                "params": ends, "weights": weights, "pools": pools, "batch": batch, "hidden": hidden,
+                "first": jax.ShapeDtypeStruct((), np.int32, sharding=place),
+            }  # fmt: skip
+            group = _Group(step, segment)
+            programs.append(EngineProgram(f"{shape.name}-layers-{segment}", group, arguments, ("pools",), key))
+        last = {"params": ends, "hidden": hidden, "last": inputs["last"], "packed": inputs["packed"]}
+        last |= {"evicted": evicted, **{n: inputs[n] for n in ("state", "masks") if n in inputs}}
+        return [*programs, EngineProgram(f"{shape.name}-end", step.end, last, ("last", "state"), key)]
+
+    def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
+        """Runs the layers as their weights arrive, and starts the end of the step; see ``ModelRunner``.
+
+        Raises:
+            WeightsUnavailableError: a layer's weights cannot be read. The step can be run again.
+        """
+        sent = put(packed, self._per_replica)
+        pools, batch, hidden, evicted = self.programs[f"{shape.name}-begin"](self._weights, self.pools, self.last, sent)
+        self.pools = pools
+        for unit in self._units:
+            weights = self.window.take(unit)
+            program = self.programs[f"{shape.name}-layers-{unit.segment}"]
+            self.pools, hidden = program(self._weights, weights, self.pools, batch, hidden, self._firsts[unit])
+            self.window.give_back(unit, hidden)
+        arguments = self._weights, hidden, self.last, sent, evicted
+        if shape.full:
+            legal = self.all_tokens(shape) if masks is None else put(masks, self._per_replica)
+            self.last, out, self.state = self.programs[f"{shape.name}-end"](*arguments, self.state, legal)
+        else:
+            self.last, out = self.programs[f"{shape.name}-end"](*arguments)
+        out.copy_to_host_async()
+        return out
+
+    def swap(self, params: Any) -> None:
+        """Streamed weights are not replaced while they are served.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("streamed weights cannot be replaced while they are served; load the new model instead.")
+
+    def close(self) -> None:
+        """Ends the threads that read layers."""
+        self.window.close()
+
+
+class _Group:
+    """``StreamedStep.group`` of one segment, whose donated arguments are found by position."""
+
+    def __init__(self, step: StreamedStep, segment: int):
+        self.step, self.segment = step, segment
+
+    def __call__(self, params: Any, weights: Any, pools: Any, batch: Any, hidden: Any, first: Any) -> Any:
+        """See ``StreamedStep.group``."""
+        return self.step.group(self.segment, params, weights, pools, batch, hidden, first)

@@ -1,0 +1,94 @@
+"""Streamed step: the engine's step with prefill as several programs, one for each segment of layers.
+
+A program of a segment computes one repeat of it, any of them: its weights and the number of its first layer are
+arguments. So the weights of a layer need be on the device only while it computes.
+
+Legend: B replicas (1), T rows of the flat batch, R slots, D embed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.infer.runner import logits_processors
+from jaxllm.infer.runner.engine_step import EngineStep, StepBatch
+from jaxllm.infer.runner.page_programs import Pools
+from jaxllm.infer.runner.paged_cache import PagedCache
+from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+
+EVICTIONS = "evictions"
+"""Name of the output that says what a rule by scores has evicted, ``StepShape.outputs``."""
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedStep:
+    """Parts of a step, as pure functions that are called in this order: ``begin``, ``group`` for each unit, ``end``.
+
+    Attributes:
+        step: the whole step, of a shape with prefill.
+    """
+
+    step: EngineStep
+
+    def begin(
+        self, params: Any, pools: Pools, last: Int[Array, "B R"], packed: Int[Array, "B elements"]
+    ) -> tuple[Pools, tuple[Any, ...], Float[Array, "B T D"], Array | None]:
+        """Prepares pages, and looks the tokens up.
+
+        Args:
+            params: parameters outside of blocks.
+
+        Returns:
+            the pools, the fields of the forward pass's ``StepBatch``, the hidden states, and what has been evicted.
+        """
+        with sharding.use_rules(self.step.model.rules):
+            pools, evictions = self.step.prepare_pages(pools, packed)
+            batch = self.step.flat_batch(packed, last)
+            hidden = self.step.model.embed(params, batch.tokens, batch.positions)
+            return pools, tuple(batch), hidden, evictions.get(EVICTIONS)
+
+    def group(
+        self,
+        segment: int,
+        params: Any,
+        weights: Any,
+        pools: Pools,
+        batch: tuple[Any, ...],
+        hidden: Float[Array, "B T D"],
+        first: Int[Array, ""],
+    ) -> tuple[Pools, Float[Array, "B T D"]]:
+        """Computes one repeat of a segment.
+
+        Args:
+            params: parameters outside of blocks.
+            weights: parameters of the repeat.
+            first: number of its first layer.
+        """
+        model = self.step.model
+        with sharding.use_rules(model.rules):
+            inputs = StepBatch(*batch)
+            ctx = self.step.context(pools, inputs, params.get(RETAINING_HEADS))
+            hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
+        assert isinstance(ctx, PagedCache)
+        return ctx.pools, hidden
+
+    def end(
+        self,
+        params: Any,
+        hidden: Float[Array, "B T D"],
+        last: Int[Array, "B R"],
+        packed: Int[Array, "B elements"],
+        evicted: Array | None,
+        state: tuple[Array, ...] | None = None,
+        masks: Array | None = None,
+    ) -> tuple[Any, ...]:
+        """Samples; see ``EngineStep`` for the results, without the pools."""
+        slots = None if state is None else logits_processors.LogitsState(*state)
+        with sharding.use_rules(self.step.model.rules):
+            further = {} if evicted is None else {EVICTIONS: evicted}
+            last, out, slots = self.step.sample_rows(params, hidden, last, packed, slots, masks, further)
+        return (last, out) if slots is None else (last, out, tuple(slots))
