@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.streaming.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.layer_store import WeightsUnavailableError
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
@@ -60,6 +62,53 @@ def test_completions_are_those_of_resident_weights(model, where, window, way, rn
     assert counts.units % engines.model_of(model, "float64").layers == 0 or model in ("gemma3", "gpt_oss")
     assert engine.runner.program_cache is not None
     assert engine.runner.program_cache.counts.late == 0
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize(
+    ("model", "slots", "eviction", "where"),
+    [
+        ("mixtral", 1, "lru", "device"),
+        ("mixtral", 3, "score", "host"),
+        ("gpt_oss", 2, "lru", "files"),
+        ("deepseek_v3", 2, "score", "device"),
+        ("deepseek_v3", 6, "lru", "mixed"),
+    ],
+)
+def test_experts_in_slots_are_resident_experts(model, slots, eviction, where, rng, float64, tmp_path):
+    """Any number of slots serves the same; experts that are there are not loaded again."""
+    config = engines.ENGINES["tight, recompute"]
+    placement = dataclasses.replace(placed(where, tmp_path), expert_slots=slots, eviction=eviction)
+    engine = engines.build(config, model, "float64", placement=placement)
+    made = engines.serve(engine, engines.traffic(rng, config, 4))
+    assert engines.error(model, "float64", made) <= 1e-10
+    stage = runner_of(engine).experts
+    assert stage is not None
+    counts, held = stage.counts, next(iter(stage.slots.values()))
+    assert counts.loads == counts.wanted - counts.hits + counts.predicted
+    assert 0 < counts.hit_rate <= 1 or slots == 1
+    if slots == len(held.table):
+        assert counts.loads <= sum(len(one.table) for one in stage.slots.values())
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
+
+
+def test_experts_leave_by_use_or_by_score():
+    slots = ExpertSlots(5, 2)
+    assert [(some, loads) for some, loads in slots.rounds([4, 1])] == [([4, 1], [(4, 0), (1, 1)])]
+    assert list(slots.rounds([1])) == [([1], [])]
+    assert list(slots.rounds([1, 3])) == [([1], []), ([3], [(3, 0)])]  # 4 was used longest ago
+    assert [some for some, _ in slots.rounds([0, 1, 2])] == [[1], [0, 2]]
+    assert slots.table.tolist() == [0, 2, 1, 2, 2] or slots.table.tolist() == [1, 2, 0, 2, 2]
+    scored = ExpertSlots(4, 2, "score")
+    list(scored.rounds([0, 1]))
+    scored.see(np.asarray([0.6, 0.1, 0.2, 0.1]))
+    assert list(scored.rounds([2])) == [([2], [(2, 1)])]  # 1 has the lower score, though both were used at once
+    assert scored.ahead(2, keep=[2]) is None
+    assert scored.ahead(3, keep=[3, 0]) == 1
+    for many in (5, 0):
+        with pytest.raises(ValueError, match=f"expert slots = {many}"):
+            ExpertSlots(4, many)
 
 
 def test_files_are_found_again(tmp_path, float64):

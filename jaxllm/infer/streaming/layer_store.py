@@ -104,6 +104,32 @@ class LoadedLayers:
         return jax.tree.map(lambda x: jax.device_put(np.array(x), device), own)
 
 
+class WithoutExperts:
+    """A store's units without the matrices of experts, which have slots of their own.
+
+    Attributes:
+        tier: that of the store.
+    """
+
+    def __init__(self, store: LayerStore):
+        self.store, self.tier = store, store.tier
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """See ``LayerStore``."""
+        return jax.device_put(split_experts(self.store.read(unit, jax.devices("cpu")[0]))[0], device)
+
+
+def split_experts(unit: Any) -> tuple[Any, dict[str, Any]]:
+    """(weights of a unit without the experts' matrices, those matrices by block)."""
+    base, found = {}, {}
+    for b, block in unit.items():
+        if "experts" in block["mlp"]:
+            found[b] = block["mlp"]["experts"]
+            block = block | {"mlp": {name: x for name, x in block["mlp"].items() if name != "experts"}}
+        base[b] = block
+    return base, found
+
+
 @dataclass(frozen=True)
 class _LayerFile:
     """File of a unit as the index has it: its size and time of change tell whether somebody has changed it."""

@@ -90,6 +90,10 @@ class LayerWindow:
         """Bytes of the units that stay."""
         return sum(x.nbytes for x in jax.tree.leaves(self._held))
 
+    def resident(self, unit: Unit) -> Any:
+        """Weights of a unit that stays on the device; None of one that is streamed."""
+        return self._held.get(unit)
+
     def take(self, unit: Unit) -> Any:
         """Weights of a unit; waits until they are there.
 

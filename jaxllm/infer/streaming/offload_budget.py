@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 
-USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS"
+USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
 _UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "gb": 10**9, "mb": 10**6}
 
 
@@ -27,6 +28,9 @@ class OffloadBudget:
         host: bytes of layers that stay on the host; None: of all others.
         disk: directory for files of the rest; None: none.
         loaders: threads that read layers.
+        experts: experts of each mixture layer on the device, see ``WeightPlacement``; the others are on the host, and
+            the bytes above are of the rest of the layers. 0: experts go with their layers.
+        evict: which expert leaves.
     """
 
     window: int = 2
@@ -34,6 +38,8 @@ class OffloadBudget:
     host: int | None = None
     disk: Path | None = None
     loaders: int = 2
+    experts: int = 0
+    evict: Eviction = "lru"
 
     @classmethod
     def parse(cls, text: str) -> OffloadBudget:
@@ -47,10 +53,12 @@ class OffloadBudget:
             name, _, value = part.partition("=")
             if name in found:
                 raise ValueError(f"{name} is given twice in {text!r}.")
-            if name in ("window", "loaders") and value.isdecimal() and int(value):
+            if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
                 found[name] = int(value)
             elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GM]i?B)?", value, re.I)):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
+            elif name == "evict" and value in ("lru", "score"):
+                found[name] = value
             elif name == "disk" and value:
                 found[name] = Path(value)
             else:
@@ -65,11 +73,13 @@ class OffloadBudget:
         """Places units of these sizes, in order.
 
         Args:
-            unit_bytes: bytes of each unit of the model.
+            unit_bytes: bytes of each unit of the model, without experts where these have slots.
         """
         on_device = _filled(unit_bytes, self.device)
         on_host = None if self.host is None else _filled(unit_bytes[on_device:], self.host)
-        return WeightPlacement(self.window, on_device, on_host, self.disk, self.loaders)
+        return WeightPlacement(
+            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict
+        )
 
 
 def _filled(sizes: Sequence[int], room: int) -> int:

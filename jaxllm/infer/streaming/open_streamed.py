@@ -12,7 +12,7 @@ import jax
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.hub import find_model
-from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, units_of
+from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 
@@ -46,15 +46,16 @@ def open_streamed(
         loaded, layers = open_layers(path, dtype=dtype, weights=weights)
         ends = loaded.params
     units = units_of(loaded.model.config.segments)
-    sizes = {s: _bytes_of(layers, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
+    placed = WithoutExperts(layers) if budget.experts else layers
+    sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
     placement = budget.placement([sizes[unit.segment] for unit in units])
     key = [str(path.resolve()), _changed(path), str(dtype), weights, str(loaded.step)]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
 
 
-def _bytes_of(layers: LayerStore, unit: object) -> int:
-    tree = layers.read(unit, jax.devices("cpu")[0])  # type: ignore[arg-type]
+def _bytes_of(layers: LayerStore, unit: Unit) -> int:
+    tree = layers.read(unit, jax.devices("cpu")[0])
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

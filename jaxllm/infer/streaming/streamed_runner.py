@@ -17,6 +17,8 @@ from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.streaming.expert_stage import ExpertStage
+from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
@@ -37,6 +39,7 @@ class StreamedRunner(ModelRunner):
 
     Attributes:
         window: the units on the device.
+        experts: slots of experts; None: experts go with their layers.
     """
 
     def __init__(self, model: Functional, weights: StreamedWeights, config: EngineConfig, **options: Any):
@@ -46,6 +49,8 @@ class StreamedRunner(ModelRunner):
         device = jax.tree.leaves(weights.ends)[0].devices().pop()
         self.window = weights.window(device)
         self._layers = self._abstract_layers()
+        place = jax.sharding.SingleDeviceSharding(device)
+        self.experts = ExpertStage(weights.experts, weights.placement, place) if weights.experts else None
         if config.batch_invariant and (found := batch_dependent_formats(self._layers)):
             raise ValueError(
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step."
@@ -54,14 +59,18 @@ class StreamedRunner(ModelRunner):
             sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in self._layers.values()
         )
         options["reserved_bytes"] = (
-            options.get("reserved_bytes", 0) + self.window.resident_bytes + self.window.size * of_unit
+            options.get("reserved_bytes", 0)
+            + self.window.resident_bytes
+            + self.window.size * of_unit
+            + (0 if self.experts is None else self.experts.bytes)
         )
         try:
             super().__init__(model, weights.ends, config, **options)
         except BaseException:
             self.window.close()
             raise
-        self._firsts = {unit: put(np.int32(unit.first), self._per_replica) for unit in self._units}
+        blocks = model.config.layers
+        self._numbers = [put(np.int32(number), self._per_replica) for number in range(blocks)]
 
     def _abstract_layers(self) -> dict[int, Any]:
         """Shapes of the weights of a unit of each segment, of which all units must be alike."""
@@ -74,6 +83,11 @@ class StreamedRunner(ModelRunner):
                 )
         return found
 
+    def _programs(self) -> tuple[list[EngineProgram], int]:
+        programs, first = super()._programs()
+        writes = [] if self.experts is None else self.experts.write_programs()
+        return [*writes, *programs], first + len(writes)
+
     def _programs_of(self, shape: StepShape) -> list[EngineProgram]:
         """See ``ModelRunner``: the beginning of a step, one repeat of each segment, and the end."""
         step, inputs, key = StreamedStep(self._step(shape)), self._abstract_inputs(shape), config_key(shape)
@@ -83,13 +97,19 @@ class StreamedRunner(ModelRunner):
         begin = {"params": ends, "pools": pools, "last": inputs["last"], "packed": inputs["packed"]}
         _, batch, hidden, evicted = one(jax.eval_shape(step.begin, *begin.values()))
         programs = [EngineProgram(f"{shape.name}-begin", step.begin, begin, ("pools",), key)]
+        around = {"params": ends, "pools": pools, "batch": batch, "hidden": hidden}
         for segment, weights in self._layers.items():
-            arguments = {
-                "params": ends, "weights": weights, "pools": pools, "batch": batch, "hidden": hidden,
-                "first": jax.ShapeDtypeStruct((), np.int32, sharding=place),
-            }  # fmt: skip
-            group = _Group(step, segment)
-            programs.append(EngineProgram(f"{shape.name}-layers-{segment}", group, arguments, ("pools",), key))
+            for part, of_part in self._parts(segment, weights):
+                if self.experts is not None and part is not None and self.experts.has(segment, part):
+                    around["weights"] = of_part
+                    programs += self.experts.programs(shape.name, step, segment, part, around, key)
+                    continue
+                arguments = {
+                    "params": ends, "weights": of_part, "pools": pools, "batch": batch, "hidden": hidden,
+                    "first": jax.ShapeDtypeStruct((), np.int32, sharding=place),
+                }  # fmt: skip
+                name = _part_name(shape, segment, part)
+                programs.append(EngineProgram(name, _Group(step, segment, part), arguments, ("pools",), key))
         last = {"params": ends, "hidden": hidden, "last": inputs["last"], "packed": inputs["packed"]}
         last |= {"evicted": evicted, **{n: inputs[n] for n in ("state", "masks") if n in inputs}}
         return [*programs, EngineProgram(f"{shape.name}-end", step.end, last, ("last", "state"), key)]
@@ -103,10 +123,27 @@ class StreamedRunner(ModelRunner):
         sent = put(packed, self._per_replica)
         pools, batch, hidden, evicted = self.programs[f"{shape.name}-begin"](self._weights, self.pools, self.last, sent)
         self.pools = pools
-        for unit in self._units:
+        tokens = int(shape.inputs.views(packed[0])["starts"][-1])
+        for place, unit in enumerate(self._units):
             weights = self.window.take(unit)
-            program = self.programs[f"{shape.name}-layers-{unit.segment}"]
-            self.pools, hidden = program(self._weights, weights, self.pools, batch, hidden, self._firsts[unit])
+            parts = self._parts(unit.segment, weights)
+            for at, (part, own) in enumerate(parts):
+                number = self._numbers[unit.first + at]
+                if self.experts is not None and part is not None and self.experts.has(unit.segment, part):
+                    given = self._weights, own, self.pools, batch, hidden
+                    self.pools, hidden = self.experts.run(
+                        self.programs,
+                        shape.name,
+                        unit,
+                        part,
+                        number,
+                        given,
+                        tokens,
+                        self._following(place, parts[at + 1 :]),
+                    )
+                else:
+                    program = self.programs[_part_name(shape, unit.segment, part)]
+                    self.pools, hidden = program(self._weights, own, self.pools, batch, hidden, number)
             self.window.give_back(unit, hidden)
         arguments = self._weights, hidden, self.last, sent, evicted
         if shape.full:
@@ -116,6 +153,24 @@ class StreamedRunner(ModelRunner):
             self.last, out = self.programs[f"{shape.name}-end"](*arguments)
         out.copy_to_host_async()
         return out
+
+    def _parts(self, segment: int, weights: Any) -> list[tuple[str | None, Any]]:
+        """What programs compute of a unit: all of it (None), or its blocks one by one where some have expert slots."""
+        if self.experts is None or not any(self.experts.has(segment, b) for b in weights):
+            return [(None, weights)]
+        return [(b, weights[b]) for b in sorted(weights, key=int)]
+
+    def _following(self, place: int, rest: list[tuple[str | None, Any]]) -> tuple[Unit, str, Any] | None:
+        """The next mixture layer, if its router's weights are on the device: in ``rest`` of a unit, or of the next."""
+        assert self.experts is not None
+        nearby = [(self._units[place], rest)]
+        if place + 1 < len(self._units) and (held := self.window.resident(self._units[place + 1])) is not None:
+            nearby.append((self._units[place + 1], self._parts(self._units[place + 1].segment, held)))
+        for unit, parts in nearby:
+            for part, own in parts:
+                if part is not None and self.experts.has(unit.segment, part):
+                    return unit, part, own
+        return None
 
     def swap(self, params: Any) -> None:
         """Streamed weights are not replaced while they are served.
@@ -131,11 +186,15 @@ class StreamedRunner(ModelRunner):
 
 
 class _Group:
-    """``StreamedStep.group`` of one segment, whose donated arguments are found by position."""
+    """``StreamedStep.group`` of a segment, or of one block of its repeats, whose donated arguments have positions."""
 
-    def __init__(self, step: StreamedStep, segment: int):
-        self.step, self.segment = step, segment
+    def __init__(self, step: StreamedStep, segment: int, block: str | None):
+        self.step, self.segment, self.block = step, segment, block
 
     def __call__(self, params: Any, weights: Any, pools: Any, batch: Any, hidden: Any, first: Any) -> Any:
         """See ``StreamedStep.group``."""
-        return self.step.group(self.segment, params, weights, pools, batch, hidden, first)
+        return self.step.group(self.segment, params, weights, pools, batch, hidden, first, self.block)
+
+
+def _part_name(shape: StepShape, segment: int, block: str | None) -> str:
+    return f"{shape.name}-layers-{segment}" + ("" if block is None else f"-{block}")

@@ -60,19 +60,25 @@ class StreamedStep:
         batch: tuple[Any, ...],
         hidden: Float[Array, "B T D"],
         first: Int[Array, ""],
+        block: str | None = None,
     ) -> tuple[Pools, Float[Array, "B T D"]]:
-        """Computes one repeat of a segment.
+        """Computes one repeat of a segment, or one block of it.
 
         Args:
             params: parameters outside of blocks.
             weights: parameters of the repeat.
             first: number of its first layer.
+            block: the block, whose parameters ``weights`` are then; None: all of them.
         """
         model = self.step.model
         with sharding.use_rules(model.rules):
             inputs = StepBatch(*batch)
             ctx = self.step.context(pools, inputs, params.get(RETAINING_HEADS))
-            hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
+            if block is None:
+                hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
+            else:
+                module = model.block(segment, int(block), weights, first)
+                hidden, ctx = module(hidden, inputs.positions, first, ctx)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, hidden
 

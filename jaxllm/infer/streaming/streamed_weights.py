@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxllm.infer.streaming.layer_store import HostLayers, LayerFiles, LayerStore, Unit, units_of
+from jaxllm.infer.streaming.expert_slots import Eviction
+from jaxllm.infer.streaming.layer_store import (
+    HostLayers,
+    LayerFiles,
+    LayerStore,
+    Unit,
+    WithoutExperts,
+    split_experts,
+    units_of,
+)
 from jaxllm.infer.streaming.layer_window import LayerWindow
-from jaxllm.models import Functional
+from jaxllm.models import Functional, MoeConfig
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,10 @@ class WeightPlacement:
         host_units: units after those that stay in the host's memory; None: all of them.
         disk: directory for files of the others.
         loaders: threads that read units.
+        expert_slots: experts of each mixture layer that are on the device, all others on the host; the units are the
+            rest of the layers then. 0: experts go with their layers.
+        eviction: which expert leaves, see ``ExpertSlots``.
+        prefetch: experts that the next layer's router would choose now are loaded ahead.
     """
 
     window: int = 2
@@ -32,6 +46,9 @@ class WeightPlacement:
     host_units: int | None = None
     disk: Path | None = None
     loaders: int = 2
+    expert_slots: int = 0
+    eviction: Eviction = "lru"
+    prefetch: bool = True
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.loaders < 1 or self.device_units < 0 or (self.host_units or 0) < 0:
@@ -56,12 +73,14 @@ class StreamedWeights:
         units: units of the model, in order.
         stores: where each unit is.
         placement: how many of them are where.
+        experts: with ``expert_slots``: the experts of each mixture, [E, ...] arrays on the host, by unit and block.
     """
 
     ends: Any
     units: Sequence[Unit]
     stores: Mapping[Unit, LayerStore]
     placement: WeightPlacement
+    experts: Mapping[tuple[Unit, str], Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,7 +104,17 @@ class StreamedWeights:
 
         Raises:
             WeightsUnavailableError: files cannot be written.
+            ValueError: expert slots for a model without mixtures, or more than it has experts.
         """
+        experts: dict[tuple[Unit, str], Any] = {}
+        if placement.expert_slots:
+            check_slots(model, placement)
+            host = jax.devices("cpu")[0]
+            for unit in units_of(model.config.segments):
+                _, found = split_experts(layers.read(unit, host))
+                experts |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
+            layers = WithoutExperts(layers)
+            key = [*key, "without experts"]
         units = units_of(model.config.segments)
         first, last = placement.device_units, len(units)
         if placement.host_units is not None:
@@ -97,7 +126,7 @@ class StreamedWeights:
         if some := units[last:]:
             assert placement.disk is not None
             stores |= dict.fromkeys(some, LayerFiles.of(layers, some, placement.disk, list(key), tell(last)))
-        return cls(ends, units, stores, placement)
+        return cls(ends, units, stores, placement, experts)
 
     def window(self, device: jax.Device) -> LayerWindow:
         """The window of these weights on a device, whose threads begin to read at once."""
@@ -116,4 +145,23 @@ class StreamedWeights:
         parts += [f"{where['host']} on the host"] if where["host"] else []
         if where["disk"]:
             parts.append(f"{where['disk']} in files of {place.disk}")
-        return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute"
+        slots = f"; {place.expert_slots} experts of each mixture, the others on the host" if place.expert_slots else ""
+        return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute{slots}"
+
+
+def check_slots(model: Functional, placement: WeightPlacement) -> None:
+    """Checks that a model's mixtures can have slots.
+
+    Raises:
+        ValueError: it has none, has fewer experts than slots, or drops rows by capacity.
+    """
+    mixtures = [block.mlp for block in model.config.blocks if block.mlp.mixture is not None]
+    if not mixtures:
+        raise ValueError(f"expert slots = {placement.expert_slots}, and the model has no mixture of experts: give 0.")
+    for moe in mixtures:
+        if not isinstance(moe, MoeConfig):
+            raise ValueError(f"expert slots do not go with the experts of {type(moe).__name__}; give 0.")
+        if moe.experts < placement.expert_slots:
+            raise ValueError(f"expert slots = {placement.expert_slots}; give 1 to {moe.experts}, the model's experts.")
+        if moe.capacity is not None:
+            raise ValueError("expert slots do not go with a capacity factor: rows are dropped by all experts' load.")

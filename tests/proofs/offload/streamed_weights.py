@@ -15,11 +15,13 @@ import numpy as np
 from jaxllm.infer import EngineConfig
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.models import MoeConfig
 from tests.infer import engines
 from tests.proofs.engine.programs import Compilations
 from tests.proofs.harness import proof
 
 FAMILIES = (*engines.MODELS, *engines.MIXTURES)
+MIXTURES = ("mixtral", *engines.MIXTURES)
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "one after the other", "invariant")
 FORMATS = ("int8", "fp8", "int4", "kivi4")
 
@@ -67,6 +69,40 @@ def check_window(engine: Any, placement: WeightPlacement) -> None:
     reads, used = sum(counts.reads.values()), streamed * engine.metrics.steps
     assert used <= reads <= used + min(placement.window, streamed)
     runner.close()
+
+
+@proof("offload", count=100, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("wanted", "hits", "loads"))
+def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
+    """Random traffic over mixtures with any number of expert slots, either eviction, with and without prefetch."""
+    rng = np.random.default_rng(seed)
+    model, way = str(rng.choice(MIXTURES)), str(rng.choice(WAYS))
+    config = engines.ENGINES[way]
+    architecture = engines.model_of(model, "float64")
+    experts = min(b.mlp.experts for b in architecture.blocks if isinstance(b.mlp, MoeConfig))
+    with tempfile.TemporaryDirectory() as folder:
+        units = sum(repeats for _, repeats in architecture.segments)
+        placement = dataclasses.replace(
+            drawn(rng, units + 1, Path(folder)),
+            expert_slots=int(rng.integers(1, experts + 1)),
+            eviction=str(rng.choice(["lru", "score"])),
+            prefetch=bool(rng.random() < 0.5),
+        )
+        engine = engines.build(config, model, "float64", placement=placement)
+        counter = Compilations()
+        requests = engines.traffic(rng, config, 5)
+        with counter:
+            made = engines.serve(engine, requests)
+        assert not counter.names
+        assert isinstance(engine.runner, StreamedRunner)
+        stage = engine.runner.experts
+        assert stage is not None
+        counts = stage.counts
+        assert counts.loads == counts.wanted - counts.hits + counts.predicted
+        slots = [jax.tree.leaves(stage.with_slots(*key, {"mlp": {}}))[0].shape[0] for key in stage.slots]
+        assert set(slots) == {placement.expert_slots}
+        engine.runner.close()
+        seen = {"wanted": counts.wanted, "hits": counts.hits, "loads": counts.loads}
+        return {"logprobs": engines.error(model, "float64", made), **{n: float(x) for n, x in seen.items()}}
 
 
 CASES = list(itertools.product(("llama", "gemma3", "mixtral"), FORMATS))
