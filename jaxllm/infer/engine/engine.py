@@ -210,7 +210,9 @@ class Engine:
             raise ValueError(
                 f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
             )
-        streamed = params if isinstance(params, StreamedWeights) else None
+        streamed: StreamedWeights | None = None
+        if isinstance(params, StreamedWeights):
+            streamed, params = params, params.ends
         _check_streamed(config, streamed)
         order = ChannelOrder(model, params) if config.orders_channels else None
         if order is not None:
@@ -222,7 +224,7 @@ class Engine:
             )
         reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
         may_choose = config.speculate is None and proposer is None and order is None
-        make = StreamedRunner if streamed is not None else ModelRunner
+        make = ModelRunner if streamed is None else functools.partial(StreamedRunner, weights=streamed)
         runner = make(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,

@@ -28,7 +28,6 @@ from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_s
 from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
-from jaxllm.models.moe.moe import Moe
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +65,6 @@ class MixtureParts:
             block = self._module(weights, layer)
             x, h, ctx = block.attend(hidden, inputs.positions, layer, ctx)
             assert isinstance(ctx, PagedCache)
-            assert isinstance(block.mlp, Moe)
             routing = block.mlp.routing(h)
         return ctx.pools, x, h, routing.experts, routing.weights, routing.shares
 

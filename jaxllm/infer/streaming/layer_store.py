@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -42,8 +42,9 @@ class WeightsUnavailableError(OSError):
     """The weights of a layer cannot be read; says where, and why."""
 
 
+@runtime_checkable
 class LayerStore(Protocol):
-    """Where weights of units are. Several threads read at a time."""
+    """Store of units' weights. Several threads read at a time."""
 
     tier: str
 
@@ -206,13 +207,14 @@ class LayerFiles:
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
         path, file = self.directory / _name(unit), self._files[unit]
+        changed, read, buffer = False, 0, _aligned(0)
         for attempt in range(READ_ATTEMPTS):
             try:
                 changed = _state(path) != [file.size, file.changed]
                 buffer = _aligned(0 if changed else file.size)
                 with path.open("rb", buffering=0) as stream:
                     read = 0
-                    while read < len(buffer) and (more := stream.readinto(memoryview(buffer)[read:])):
+                    while read < len(buffer) and (more := stream.readinto(buffer.data[read:])):
                         read += more
                 break
             except OSError as error:
@@ -227,7 +229,7 @@ class LayerFiles:
                 "model is loaded again."
             )
         if unit not in self._checked:  # once: it would take as long as reading
-            if zlib.crc32(buffer) != file.checksum:
+            if zlib.crc32(buffer.data) != file.checksum:
                 raise WeightsUnavailableError(
                     f"{path} (layer {unit.first}) is damaged: its checksum differs. Remove it; it is written anew when "
                     "the model is loaded again."
@@ -279,8 +281,8 @@ def _write(path: Path, leaves: list[Any]) -> int:
         for leaf in leaves:
             data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for piece in (data, np.zeros(_padded(data.size) - data.size, np.uint8)):
-                file.write(piece)
-                checksum = zlib.crc32(piece, checksum)
+                file.write(piece.data)
+                checksum = zlib.crc32(piece.data, checksum)
     return checksum
 
 

@@ -30,8 +30,9 @@ class StreamedRunner(ModelRunner):
 
     Args:
         model: the model.
-        weights: its weights, and where they are.
+        params: its parameters outside of blocks.
         config: sizes of the engine, with ``layer_window``.
+        weights: all of its weights, and where they are.
         options: of ``ModelRunner``.
 
     Raises:
@@ -42,11 +43,13 @@ class StreamedRunner(ModelRunner):
         experts: slots of experts; None: experts go with their layers.
     """
 
-    def __init__(self, model: Functional, weights: StreamedWeights, config: EngineConfig, **options: Any):
+    def __init__(
+        self, model: Functional, params: Any, config: EngineConfig, *, weights: StreamedWeights, **options: Any
+    ):
         if (mesh := options.get("mesh")) is not None and mesh.size > 1:
             raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
         self._units = weights.units
-        device = jax.tree.leaves(weights.ends)[0].devices().pop()
+        device = jax.tree.leaves(params)[0].devices().pop()
         self.window = weights.window(device)
         self._layers = self._abstract_layers()
         place = jax.sharding.SingleDeviceSharding(device)
@@ -65,7 +68,7 @@ class StreamedRunner(ModelRunner):
             + (0 if self.experts is None else self.experts.bytes)
         )
         try:
-            super().__init__(model, weights.ends, config, **options)
+            super().__init__(model, params, config, **options)
         except BaseException:
             self.window.close()
             raise
@@ -155,7 +158,7 @@ class StreamedRunner(ModelRunner):
         return out
 
     def _parts(self, segment: int, weights: Any) -> list[tuple[str | None, Any]]:
-        """What programs compute of a unit: all of it (None), or its blocks one by one where some have expert slots."""
+        """Parts of a unit that programs compute: all of it (None), or block by block where some have expert slots."""
         if self.experts is None or not any(self.experts.has(segment, b) for b in weights):
             return [(None, weights)]
         return [(b, weights[b]) for b in sorted(weights, key=int)]

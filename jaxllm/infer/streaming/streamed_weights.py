@@ -22,12 +22,12 @@ from jaxllm.infer.streaming.layer_store import (
     units_of,
 )
 from jaxllm.infer.streaming.layer_window import LayerWindow
-from jaxllm.models import Functional, MoeConfig
+from jaxllm.models import Functional
 
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where the layers of a served model are. A unit is a layer, or one repeat of a group of layers that differ.
+    """Placement of the layers of a served model. A unit is a layer, or one repeat of a group of layers that differ.
 
     Attributes:
         window: streamed units that are on the device at a time, the one that computes among them.
@@ -119,7 +119,10 @@ class StreamedWeights:
         first, last = placement.device_units, len(units)
         if placement.host_units is not None:
             last = min(last, first + placement.host_units)
-        tell = lambda before: None if progress is None else lambda done, _: progress(before + done, len(units))  # noqa: E731
+
+        def tell(before: int) -> Callable[[int, int], None]:
+            return lambda done, _: None if progress is None else progress(before + done, len(units))
+
         stores: dict[Unit, LayerStore] = dict.fromkeys(units[:first], layers)
         if some := units[first:last]:
             stores |= dict.fromkeys(some, HostLayers(layers, some, tell(first)))
@@ -155,12 +158,12 @@ def check_slots(model: Functional, placement: WeightPlacement) -> None:
     Raises:
         ValueError: it has none, has fewer experts than slots, or drops rows by capacity.
     """
-    mixtures = [block.mlp for block in model.config.blocks if block.mlp.mixture is not None]
-    if not mixtures:
+    layers = [(block.mlp, moe) for block in model.config.blocks if (moe := block.mlp.mixture) is not None]
+    if not layers:
         raise ValueError(f"expert slots = {placement.expert_slots}, and the model has no mixture of experts: give 0.")
-    for moe in mixtures:
-        if not isinstance(moe, MoeConfig):
-            raise ValueError(f"expert slots do not go with the experts of {type(moe).__name__}; give 0.")
+    for layer, moe in layers:
+        if moe is not layer:
+            raise ValueError(f"expert slots do not go with the experts of {type(layer).__name__}; give 0.")
         if moe.experts < placement.expert_slots:
             raise ValueError(f"expert slots = {placement.expert_slots}; give 1 to {moe.experts}, the model's experts.")
         if moe.capacity is not None:
