@@ -1,6 +1,7 @@
 """Streamed runner: a model runner whose layers come to the device while they compute, a few at a time.
 
-Steps are made of the programs of ``StreamedStep``. Decode tokens go through the programs of steps with prefill, one a
+A step with many sequences reads each layer once for all of them (ZeRO-Inference, arXiv:2207.00032). Steps are made of
+the programs of ``StreamedStep``. Decode tokens go through the programs of steps with prefill, one a
 step: a loop on the device would need all layers.
 """
 

@@ -1,4 +1,7 @@
-"""Streamed weights: a model's parameters, most of whose layers are on the host or in files while it is served."""
+"""Streamed weights: a model's parameters, most of whose layers are on the host or in files while it is served.
+
+The tiers are FlexGen's (arXiv:2303.06865): device, host and disk.
+"""
 
 from __future__ import annotations
 
