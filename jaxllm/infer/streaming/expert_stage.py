@@ -1,7 +1,8 @@
 """Expert stage: runs a mixture layer whose experts are in slots, load by load.
 
 The program of such a layer is in three parts: up to the router's choice, which the host reads; the experts that are in
-slots, once for each round of loads; and the sum (EdgeMoE, arXiv:2308.14352). Each expert's rows are computed once, so slots change no result.
+slots, once for each round of loads; and the sum (EdgeMoE, arXiv:2308.14352). The rows of each expert are computed once,
+so slots change no result.
 
 Legend: B replicas (1), T rows of the flat batch, A experts of a token, E experts, N slots, D embed.
 """
