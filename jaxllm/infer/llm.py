@@ -142,7 +142,7 @@ class LLM:
                 )
             self.loaded, self.tokenizer = model, model.tokenizer
             if isinstance(model.params, StreamedWeights):
-                sizes = replace(sizes, layer_window=model.params.placement.window)
+                sizes, layers = replace(sizes, layer_window=model.params.placement.window), "given"
             if adapters and not sizes.adapter_slots:
                 sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
             own = _hash_of(self.loaded) if sizes.adapter_slots else ""

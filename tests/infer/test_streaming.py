@@ -188,4 +188,7 @@ def test_counts_say_where_layers_came_from(tmp_path):
     assert window.counts.units == steps * layers
     assert window.counts.reads["host"] - steps in (0, 1)
     assert window.counts.reads["disk"] - steps * (layers - 2) in (-1, 0, 1)
+    said = runner_of(engine).counters()
+    assert said["layer_reads_disk"] == window.counts.reads["disk"]
+    assert said["layer_stalls"] == window.counts.stalls
     assert window.counts.read_bytes["host"] == window.resident_bytes * window.counts.reads["host"]

@@ -223,7 +223,7 @@ class Engine:
                 ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background)
             )
         reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
-        may_choose = config.speculate is None and proposer is None and order is None
+        may_choose = config.speculate is None and proposer is None and order is None and streamed is None
         make = ModelRunner if streamed is None else functools.partial(StreamedRunner, weights=streamed)
         runner = make(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,

@@ -15,7 +15,7 @@ from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
-_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "gb": 10**9, "mb": 10**6}
+_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class OffloadBudget:
                 raise ValueError(f"{name} is given twice in {text!r}.")
             if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
                 found[name] = int(value)
-            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GM]i?B)?", value, re.I)):
+            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B)?", value, re.I)):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
             elif name == "evict" and value in ("lru", "score"):
                 found[name] = value

@@ -176,6 +176,19 @@ class StreamedRunner(ModelRunner):
                     return unit, part, own
         return None
 
+    def counters(self) -> dict[str, int]:
+        """Counters of reads, waits and expert slots since the start, by name."""
+        seen = self.window.counts
+        found = {"layer_stalls": seen.stalls, "layer_stalled_milliseconds": round(1e3 * seen.stalled_seconds)}
+        for tier in sorted(seen.reads):
+            found |= {f"layer_reads_{tier}": seen.reads[tier], f"layer_read_bytes_{tier}": seen.read_bytes[tier]}
+        if self.experts is not None:
+            of = self.experts.counts
+            found |= {"experts_wanted": of.wanted, "expert_hits": of.hits, "expert_loads": of.loads}
+            found |= {"expert_load_bytes": of.load_bytes, "expert_predictions": of.predicted}
+            found["expert_prediction_hits"] = of.predicted_hits
+        return found
+
     def swap(self, params: Any) -> None:
         """Streamed weights are not replaced while they are served.
 
