@@ -160,6 +160,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.optim.spec.hooks is not None and not run.optim.spec.subsets, _optimizer
     ),
     "optimizer that is not streamed": Feature(lambda run, _: not run.optim.spec.streamable, _optimizer),
+    "optimizer that changes the step": Feature(lambda run, _: run.optim.spec.hooks is not None, _optimizer),
     "rounded updates": Feature(lambda run, _: run.optim.rounding != "nearest", _rounding),
     "narrow moments": Feature(
         lambda run, _: run.optim.moments != "float32", lambda run: f'optim.moments = "{run.optim.moments}"'
@@ -189,6 +190,12 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: bool(run.model.mixtures) and run.routing.bias_rate > 0,
         lambda run: f"routing.bias_rate = {run.routing.bias_rate}",
     ),
+    "evaluation during the run": Feature(
+        lambda run, _: run.eval_every > 0, lambda run: f"eval_every = {run.eval_every}"
+    ),
+    "profiles": Feature(
+        lambda run, _: bool(run.observe.profile), lambda run: f"observe.profile = {run.observe.profile!r}"
+    ),
     # Host
     "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
     "update of the next step": Feature(
@@ -214,6 +221,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "adapter": Feature(lambda run, _: bool(run.adapter), lambda run: f'adapter.kind = "{run.adapter.kind}"'),
     "no adapter": Feature(lambda run, _: not run.adapter, lambda run: 'adapter.kind = "none"'),
+    "adapter that is not LoRA": Feature(
+        lambda run, _: run.adapter.kind not in ("none", "lora", "rslora", "dora"),
+        lambda run: f'adapter.kind = "{run.adapter.kind}"',
+    ),
     "shifted groups": Feature(
         lambda run, _: run.adapter.kind == "longlora", lambda run: f'adapter.kind = "{run.adapter.kind}"'
     ),
@@ -229,3 +240,7 @@ FEATURES: dict[str, Feature] = {
 TOGETHER = "runs trained together"
 """Feature of runs with one joint step (``jaxllm.train.together``), which no setting of a run says."""
 FEATURES[TOGETHER] = Feature(lambda run, _: False, lambda run: f"a joint step of {run.name} and other runs")
+
+CO_SERVED = "run beside serving"
+"""Feature of runs that advance in what an engine leaves of its steps (``jaxllm.posttrain.coserve``)."""
+FEATURES[CO_SERVED] = Feature(lambda run, _: False, lambda run: f"{run.name} beside serving (--finetune)")
