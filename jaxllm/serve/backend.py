@@ -171,6 +171,8 @@ class EngineBackend:
                 "adapters_on_host": slots.on_host,
                 "adapters_on_device": slots.resident,
             }
+        if (beside := self._engine.side_work) is not None:
+            counters |= beside.counters()
         if speculates := self._engine.config.verify_tokens > 0:
             counters |= {
                 "spec_decode_num_drafts": metrics.drafts,

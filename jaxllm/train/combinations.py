@@ -599,6 +599,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(CO_SERVED, "optimizer offload", "the state of an adapter is small", "set host.optimizer to false"),
     Refusal(CO_SERVED, "parameter offload", "the weights are those that are served", "set host.params to false"),
     Refusal(CO_SERVED, "overlapped saves", "gradients are taken in many programs", 'give checkpoint.saving = "auto"'),
+    Refusal(CO_SERVED, "blocking saves", "requests would wait for the disk", 'give checkpoint.saving = "auto"'),
     Refusal(CO_SERVED, "checkpoints in memory", "the process serves requests", "set checkpoint.memory to None"),
     Refusal(
         CO_SERVED,

@@ -210,6 +210,9 @@ FEATURES: dict[str, Feature] = {
     "overlapped saves": Feature(
         lambda run, _: run.checkpoint.saving == "overlapped", lambda run: 'checkpoint.saving = "overlapped"'
     ),
+    "blocking saves": Feature(
+        lambda run, _: run.checkpoint.saving == "blocking", lambda run: 'checkpoint.saving = "blocking"'
+    ),
     "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
     # Objective
     "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),

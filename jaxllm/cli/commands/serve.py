@@ -79,6 +79,10 @@ def serve(argv: list[str]) -> int:
         pooling: Literal["mean", "last"] | None = None,
         programs: Path | None = None,
         trust_programs: bool = False,
+        finetune: str | None = None,
+        finetune_set: tuple[str, ...] = (),
+        finetune_tokens: int = 64,
+        finetune_target: float = 0.1,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -153,6 +157,12 @@ def serve(argv: list[str]) -> int:
                 beside the model's files, if there is one.
             trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
                 can do anything; files that others than you can change are not taken in any case.
+            finetune: recipe of `jaxllm train`, or a run's directory, with an adapter of MODEL: it is trained in what
+                decoding and prefill leave of each step (docs/serve/finetune.md).
+            finetune_set: with --finetune: settings of the run as NAME=VALUE, such as adapter.kind=lora.
+            finetune_tokens: with --finetune: tokens of a piece of its work, which runs between two steps.
+            finetune_target: with --finetune: seconds per output token that a step may take with it; it waits where a
+                step has no room.
         """
         # Before anything is imported or loaded, which takes seconds.
         try:
@@ -194,6 +204,17 @@ def serve(argv: list[str]) -> int:
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens
         )
+        tuned = None
+        if finetune is not None:
+            from jaxllm.cli.finetune_arguments import finetune_config
+
+            if layers == "apart":
+                raise UsageError("--finetune trains beside stacked layers; leave --layers apart out.")
+            if finetune_target <= 0 or finetune_tokens < 1:
+                raise UsageError("--finetune-target and --finetune-tokens: give positive numbers.")
+            tuned = finetune_config(finetune, finetune_set, model)
+        elif finetune_set:
+            raise UsageError("--finetune-set is for a run; give --finetune RECIPE too.")
         log_to_terminal()
         order = POLICIES[policy]
 
@@ -204,11 +225,20 @@ def serve(argv: list[str]) -> int:
 
             form = "stacked" if layers == "auto" else layers
             loaded = load_with_progress(model, dtype, form, mesh, weights, generation_config, progress=start)
-            return LLM(
+            beside, reserved = None, 0
+            if tuned is not None:
+                from jaxllm.posttrain.coserve.finetune_run import CoServedRun
+
+                beside = CoServedRun(tuned, loaded, finetune_tokens)
+                reserved = beside.device_bytes
+            llm = LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
-                layers="auto" if layers == "auto" else "given",
+                layers="auto" if layers == "auto" and beside is None else "given", reserved_bytes=reserved,
             )  # fmt: skip
+            if beside is not None:
+                beside.attach(llm.engine, finetune_target)
+            return llm
 
         def announce(url: str) -> None:
             done, total = start.programs
@@ -217,6 +247,8 @@ def serve(argv: list[str]) -> int:
 
         facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
         with processes(advice="Start all processes of the server again with the same command.") as group:
+            if group.size > 1 and tuned is not None:
+                raise UsageError(f"--finetune trains on one device, and {group.size} processes serve; leave it out.")
             if group.size > 1 and mesh is None:
                 raise UsageError(
                     f"{group.size} processes serve one model together: give --mesh over all their devices, such as "

@@ -173,6 +173,7 @@ class Engine:
         trusted: bool = False,
         layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
+        reserved_bytes: int = 0,
     ) -> Engine:
         """Builds an engine for a model and compiles its programs.
 
@@ -195,6 +196,7 @@ class Engine:
             layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels, keep them as they are
                 given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
+            reserved_bytes: device memory that is left to side work.
 
         Raises:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
@@ -221,7 +223,7 @@ class Engine:
             proposer = make_proposer(
                 ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
             )
-        reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
+        reserved = reserved_bytes + (proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0)
         may_choose = config.speculate is None and proposer is None and order is None
         runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
@@ -453,10 +455,15 @@ class Engine:
 
     def close(self) -> None:
         """Ends side work, and ``follow`` in other processes; writes the prefix cache to the disk tier, if any."""
-        if self.side_work is not None:
-            self.side_work.close()
+        self.end_side_work()
         self.keep_pages()
         self.runner.close()
+
+    def end_side_work(self) -> None:
+        """Ends the side work in order, if there is any; nothing is done beside the steps from now on."""
+        if (work := self.side_work) is not None:
+            self.side_work = None
+            work.close()
 
     def keep_pages(self) -> None:
         """Writes the prefix cache, and the pages in host memory, to the disk tier, where there is one."""

@@ -336,7 +336,7 @@ class FinetuneUnits:
             write_peft(folder, adapter, base, source or config_json(run.config.model, None, {}))
             served = ""
             if self.engine.adapter_slots is not None:
-                self.engine.load_adapter(run.config.name, str(folder))
+                self.engine.load_adapter(run.config.name, adapter)
                 served = f"; served as {run.config.name}"
             self._events.write("finished", step=self.done)
             _log.info("%s: all %d steps are done; adapter in %s%s", run.config.name, self.done, folder, served)
