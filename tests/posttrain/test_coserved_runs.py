@@ -21,6 +21,7 @@ from jaxllm.infer import SamplingParams
 from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.peft import AdapterConfig, read_peft
+from jaxllm.posttrain.coserve.finetune_programs import device_bytes
 from jaxllm.posttrain.coserve.finetune_run import CoServedRun, FinetuneUnits, check_engine
 from jaxllm.train import train
 from jaxllm.train.combinations import REFUSALS, refused
@@ -55,6 +56,12 @@ def beside(finished: Path) -> Path:
             llm.engine.step()
     assert not [name for name in compiled if "forward" in name or "backward" in name or "update" in name], compiled
     assert answers(found) == answers(wanted)
+    programs = source.programs
+    arrays = jax.tree.leaves((programs.state, programs._cache, programs._of_cache, programs._grads))
+    reserved = device_bytes(source.run, programs.gradients)
+    assert reserved > sum(x.nbytes for x in arrays) + programs.gradients.saved_bytes
+    with pytest.raises(ValueError, match=r"call end_side_work\(\) before swap"):
+        llm.engine.swap(llm.engine.runner.params)
     assert source.finished.wait(60)
     assert not source.failure
     assert source.done == 3
@@ -149,11 +156,14 @@ def test_rows_of_the_table_are_met(finished: Path) -> None:
         "adapter that is not LoRA": {"adapter": AdapterConfig("qlora")},
         "evaluation during the run": {"eval_every": 2},
         "blocking saves": {"saving": "blocking"},
+        "pipeline": {"mesh": "stage=2"},
     }
     for feature, fields in cases.items():
         with pytest.raises(ConfigError, match=r"beside serving \(--finetune\) does not go with"):
             CoServedRun(adapter_config(finished, "refused", **fields), loaded, 6)
-        assert feature in {row.other for row in refused(adapter_config(finished, "x", **fields), {}, also=(CO_SERVED,))}
+        sizes = {"stage": 2} if "mesh" in fields else {}
+        run = adapter_config(finished, "x", **fields)
+        assert feature in {row.other for row in refused(run, sizes, also=(CO_SERVED,))}
     assert {row.other for row in REFUSALS if row.one == CO_SERVED} <= set(FEATURES)
 
 
@@ -175,6 +185,8 @@ def test_what_cannot_be_served_beside_is_refused(finished: Path, tmp_path: Path)
         CoServedRun(config, dataclasses.replace(loaded, mesh=over), 6)
     with pytest.raises(ConfigError, match="chunks of 0 tokens"):
         CoServedRun(config, loaded, 0)
+    with pytest.raises(ConfigError, match="mesh = 'fsdp=2' has 2 devices"):
+        CoServedRun(dataclasses.replace(config, mesh="fsdp=2"), loaded, 6)
     engine = served(None, finished).engine
     check_engine(engine, 31)
     with pytest.raises(ConfigError, match="--finetune-tokens"):

@@ -507,8 +507,12 @@ class Engine:
             adapter: adapters by name: directories in PEFT's format, or in memory, as training has them.
 
         Raises:
-            ValueError: names what differs; nothing is changed then.
+            ValueError: names what differs, or side work uses the weights; nothing is changed then.
         """
+        if params is not None and self.side_work is not None:
+            raise ValueError(
+                "engine: the work beside its steps uses these weights; call end_side_work() before swap()."
+            )
         if adapter is not None:
             slots, packed = self._check_adapters(), {name: self._packed(source) for name, source in adapter.items()}
             for name, source in adapter.items():

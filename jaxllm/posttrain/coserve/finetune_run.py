@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+import sharding
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.convert import LoadedModel
 from jaxllm.data import Prefetcher
@@ -52,6 +53,7 @@ from jaxllm.train.recovery.rollback import finite_or_none
 from jaxllm.train.run import Run
 from jaxllm.train.run_features import CO_SERVED
 from jaxllm.train.run_model import base_model, saved_params
+from sharding import MeshSpec
 
 _log = logging.getLogger("jaxllm.posttrain")
 ADAPTER = "adapter"
@@ -79,7 +81,13 @@ class CoServedRun:
             )
         if chunk < 1:
             raise ConfigError(f"fine-tuning: chunks of {chunk} tokens; give a positive number.")
-        check_combinations(config, {}, jax.default_backend(), also=(CO_SERVED,))
+        asked = {name: size for name, size in MeshSpec.parse(config.mesh).axes if size > 0}
+        check_combinations(config, asked, jax.default_backend(), also=(CO_SERVED,))
+        if (count := math.prod(asked.values())) > 1:
+            raise ConfigError(
+                f"mesh = {config.mesh!r} has {count} devices, and {config.name} beside serving (--finetune) has the one "
+                "that serves; set mesh to dp."
+            )
         check_model(config, loaded)
         self.loaded = loaded
         opened = open_initial_model(config.init_from, config.model)
@@ -114,8 +122,6 @@ class CoServedRun:
 
 def sharding_of_base(run: Run, mesh: Any) -> Any:
     """Shardings of the base's parameters on the run's mesh."""
-    import sharding
-
     base = base_model(run.config)
     return sharding.shardings_of(sharding.abstract_params(base.abstract(), base.logical_axes(), mesh, base.rules))
 

@@ -69,9 +69,9 @@ def gradients_in_chunks_of_families(name: str) -> float:
 
 @proof(
     "posttraining",
-    cases=[(remat, targets) for remat in ("none", "elementwise", "attention", "full") for targets in TARGETS],
+    cases=[(remat, targets) for remat in ("none", "elementwise", "attention") for targets in TARGETS],
     sample=1,
-    bound={"saved_of_unpruned": 0.99, "saved_of_pruned_by_differentiation": 1.15},
+    bound={"saved_of_unpruned": 0.9, "saved_of_pruned_by_differentiation": 0.95},
 )
 def saved_bytes(case: tuple[str, tuple[str, ...]]) -> dict[str, float]:
     """Bytes saved of a row of 64 tokens in chunks, keys and values included, over those that the backward pass of whole
