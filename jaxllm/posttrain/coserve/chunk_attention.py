@@ -9,7 +9,9 @@ Legend: R rows, S tokens of a row, T tokens of a chunk, N query heads, K kv head
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +108,8 @@ def _attention(
     Its backward pass saves neither keys nor values: it reads them in the cache that it is given, which must hold the
     chunk by then. ``jaxllm.posttrain.coserve.chunked_gradients`` alone uses it, and gives it such a cache.
     """
-    return _attend(params, q, *put_chunk(cache, (k, v), start), start, segment_ids, sinks)
+    keys, values = put_chunk(cache, (k, v), start)
+    return _attend(params, q, keys, values, start, segment_ids, sinks)
 
 
 def _attention_forward(
@@ -118,7 +121,7 @@ def _attention_forward(
     start: Array,
     segment_ids: Array,
     sinks: Array | None,
-) -> tuple[Array, tuple]:
+) -> tuple[Any, tuple]:
     out = _attention(params, q, k, v, cache, start, segment_ids, sinks)
     return out, (q, cache, start, segment_ids, sinks)
 
@@ -139,7 +142,7 @@ def _attention_backward(params: AttentionParams, residuals: tuple, out: Array) -
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def put_chunk(cache, chunk, start: Array) -> tuple[Array, ...]:
+def put_chunk(cache: Sequence[Array], chunk: Sequence[Array], start: Array) -> tuple[Array, ...]:
     """Arrays of whole rows with those of a chunk at ``start``, along axis 1."""
     return tuple(
         jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, 1)

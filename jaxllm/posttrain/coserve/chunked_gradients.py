@@ -64,14 +64,14 @@ class Place(NamedTuple):
         last: whether no later chunk of the row has a backward pass.
     """
 
-    row: Int[Array, ""]
-    token: Int[Array, ""]
+    row: Any
+    token: Any
     fresh: Any
     last: Any
 
 
-class Saved(NamedTuple):
-    """What the backward pass of a chunk needs of its forward pass.
+class SavedChunk(NamedTuple):
+    """Saved chunk: what the backward pass of a chunk needs of its forward pass.
 
     Attributes:
         residuals: of each stage, arrays whose first dimension is its repeats.
@@ -146,7 +146,7 @@ class ChunkedGradients:
 
     def forward(
         self, trained: Any, frozen: Any, batch: Batch, place: Place, cache: Any, sums: LossSums
-    ) -> tuple[Any, LossSums, Saved]:
+    ) -> tuple[Any, LossSums, SavedChunk]:
         """Forward pass of a chunk and the loss of its tokens.
 
         Args:
@@ -168,7 +168,7 @@ class ChunkedGradients:
             def body(x: Array, step: Any, stage: Stage = stage, plan: ResidualPlan = plan) -> tuple[Array, Any]:
                 of_group, caches, layer = step
                 (x, keys, values), pullback = self._group(
-                    stage, *of_group, x, caches, part.positions, segment_ids, place.token, layer
+                    stage, of_group, x, caches, part.positions, segment_ids, place.token, layer
                 )
                 return x, (plan.saved(pullback), keys, values)
 
@@ -185,7 +185,7 @@ class ChunkedGradients:
 
         of_hidden, found = jax.grad(loss, has_aux=True)(x)
         added = jax.tree.map(lambda old, new: jnp.where(place.fresh, 0, old) + new, sums, found)
-        return filled, added, Saved(residuals, of_hidden)
+        return filled, added, SavedChunk(residuals, of_hidden)
 
     def backward(
         self,
@@ -194,7 +194,7 @@ class ChunkedGradients:
         batch: Batch,
         place: Place,
         cache: Any,
-        saved: Saved,
+        saved: SavedChunk,
         of_cache: Any,
         gradients: Any,
     ) -> tuple[Any, Any]:
@@ -221,7 +221,7 @@ class ChunkedGradients:
                 # The values of this x are not read: the pullback takes those that were saved.
                 unread = jnp.zeros(of_x.shape, of_x.dtype)
                 outs, pullback = self._group(
-                    stage, *of_group, unread, caches, part.positions, segment_ids, place.token, layer
+                    stage, of_group, unread, caches, part.positions, segment_ids, place.token, layer
                 )
                 of_caches = jax.tree.map(lambda g: jnp.where(place.last, 0, g), of_caches)
                 of_own = jax.tree.map(
@@ -250,7 +250,7 @@ class ChunkedGradients:
     def _loss_dtype(self) -> Any:
         return jnp.promote_types(jnp.dtype(self.model.config.dtype), jnp.float32)
 
-    def _part(self, batch: Batch, place: Place) -> tuple[Batch, Int[Array, "R S"]]:
+    def _part(self, batch: Any, place: Place) -> tuple[Any, Int[Array, "R S"]]:
         """Tokens of a chunk, and the segment ids of its rows."""
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place.row, self.rows, 0), batch)
         part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place.token, self.chunk, 1), rows)
@@ -259,8 +259,7 @@ class ChunkedGradients:
     def _group(
         self,
         stage: Stage,
-        trained: Any,
-        frozen: Any,
+        params: tuple[Any, Any],
         x: Float[Array, "R T D"],
         caches: Any,
         positions: Int[Array, "R T"],
@@ -268,7 +267,10 @@ class ChunkedGradients:
         start: Int[Array, ""],
         layer: Int[Array, ""],
     ) -> tuple[Any, Any]:
-        """One repeat of a stage: (output, keys, values) and the pullback to trained parameters, input and caches."""
+        """One repeat of a stage, whose trained and frozen parameters are ``params``: (output, keys, values), and the
+        pullback to the trained parameters, the input and the caches.
+        """
+        trained, frozen = params
 
         def compute(trained: Any, x: Array, caches: Any) -> tuple[Array, Any, Any]:
             context = ChunkContext(caches, start, segment_ids)
@@ -323,7 +325,7 @@ class ChunkedGradients:
 
         def pullback_of(again: Any, x: Array) -> Any:
             groups, caches, positions, segment_ids, start, layer = again
-            return self._group(stage, *groups, x, caches, positions, segment_ids, start, layer)[1]
+            return self._group(stage, groups, x, caches, positions, segment_ids, start, layer)[1]
 
         number = jax.ShapeDtypeStruct((), jnp.int32)
         groups = tuple(_unstacked(tree["segments"][str(stage.segment)]) for tree in (trained, frozen))

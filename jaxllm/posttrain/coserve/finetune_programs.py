@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 import sharding
 from jaxllm.data import Batch
 from jaxllm.models.param_subset import merge, select
-from jaxllm.posttrain.coserve.chunked_gradients import ChunkedGradients, Place, Saved
+from jaxllm.posttrain.coserve.chunked_gradients import ChunkedGradients, Place, SavedChunk
 from jaxllm.posttrain.coserve.work_units import UnitKind, WorkUnit, padded_length
 from jaxllm.train.frozen_base import trained_only
 from jaxllm.train.objectives.objective_base import HeadObjective
@@ -79,7 +79,7 @@ class FinetunePrograms:
         self._of_cache = self._put(gradients.empty_cache_gradients())
         self._sums = self._put(gradients.empty_sums(self._batch))
         self._grads = self._put(jax.tree.map(jnp.zeros_like, self._trained))
-        self._chunks: list[Saved] = []
+        self._chunks: list[SavedChunk] = []
         self._forward, self._backward, self._update = self._compile()
         self.seconds: dict[UnitKind, float] = self._time()
 
@@ -87,7 +87,7 @@ class FinetunePrograms:
         """A batch on the device, its rows padded to a multiple of the chunk."""
         more = self.gradients.seq_len - batch.tokens.shape[1]
         fill = {"targets": -1}
-        padded = {
+        padded: dict[str, Any] = {
             name: None if x is None else np.pad(x, ((0, 0), (0, more)), constant_values=fill.get(name, 0))
             for name, x in batch._asdict().items()
         }
@@ -134,7 +134,7 @@ class FinetunePrograms:
 
     def _compile(self) -> tuple[Callable[..., Any], ...]:
         run, gradients = self.run, self.gradients
-        options = run.compiler_options or None
+        options: Any = run.compiler_options or None
 
         def forward(*inputs: Any) -> tuple[Any, ...]:
             return (*gradients.forward(*inputs), inputs[3].token + 1)
@@ -189,8 +189,8 @@ class UnitsInFlight:
     """
 
     def __init__(self) -> None:
-        self._last: jax.Array | None = None
-        self._marks: deque[jax.Array | None] = deque([None], maxlen=1)
+        self._last: Any = None
+        self._marks: deque[Any] = deque([None], maxlen=1)
 
     def add(self, done: jax.Array) -> None:
         """Adds a unit."""

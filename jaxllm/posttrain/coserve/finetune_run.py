@@ -85,8 +85,8 @@ class CoServedRun:
         check_combinations(config, asked, jax.default_backend(), also=(CO_SERVED,))
         if (count := math.prod(asked.values())) > 1:
             raise ConfigError(
-                f"mesh = {config.mesh!r} has {count} devices, and {config.name} beside serving (--finetune) has the one "
-                "that serves; set mesh to dp."
+                f"mesh = {config.mesh!r} has {count} devices, and {config.name} beside serving (--finetune) has the "
+                "one that serves; set mesh to dp."
             )
         check_model(config, loaded)
         self.loaded = loaded

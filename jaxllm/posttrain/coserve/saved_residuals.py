@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 
 class ResidualPlan(NamedTuple):
-    """Which leaves of a pullback are saved.
+    """Residual plan: which leaves of a pullback are saved.
 
     Attributes:
         slots: of each leaf, its place among the saved values; None: it is computed again.
