@@ -80,6 +80,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave reference empty and give reference_logprobs with the data, or leave stage out of the mesh",
     ),
     Refusal(
+        "pipeline",
+        "value head",
+        "the values of a batch come from one forward pass of the whole model",
+        "choose an algorithm without a value head, such as grpo, or leave stage out of the mesh",
+    ),
+    Refusal(
         "no pipeline",
         "virtual stages",
         "they divide the stages of a pipeline",

@@ -218,6 +218,7 @@ FEATURES: dict[str, Feature] = {
     "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),
     "other objective": Feature(lambda run, _: run.objective.name != "cross_entropy", _objective),
     "objective over several tokens": Feature(lambda run, _: not _per_token(run), _objective),
+    "value head": Feature(lambda run, _: make_objective(run.objective, run.z_loss).value_head, _objective),
     "reference model": Feature(lambda run, _: bool(run.reference), lambda run: f"reference = {run.reference!r}"),
     "trainable subset": Feature(
         lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
