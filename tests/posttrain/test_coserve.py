@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import deque
 
@@ -10,16 +11,21 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.infer import AsyncEngine, SamplingParams
 from jaxllm.infer.side_work import SideWork, StepRoom
 from jaxllm.models.param_subset import select
 from jaxllm.posttrain.coserve.chunked_gradients import ChunkedGradients, Place
 from jaxllm.posttrain.coserve.saved_residuals import residual_plan
 from jaxllm.posttrain.coserve.step_slack import RECENT_STEPS, SlackScheduler
 from jaxllm.posttrain.coserve.work_units import WorkUnit, padded_length, work_units
+from jaxllm.simulate import make_trace
 from tests import tiny
 from tests.environment import AS_EVER
+from tests.infer import engines
 from tests.infer.engines import MODELS
 from tests.posttrain.chunked_steps import OBJECTIVE, adapted, step_error, whole_bytes
+from tests.posttrain.paper_finetuning import serve_trace
+from tests.simulate.served import deployment
 
 
 @pytest.mark.parametrize(
@@ -161,3 +167,42 @@ def test_what_chunks_cannot_do_is_refused():
     model = adapted(dataclasses.replace(MODELS["llama"], dtype="float32", param_dtype="float32"))[0]
     with pytest.raises(ConfigError, match="adapters of layers alone, not embedding too"):
         ChunkedGradients(model, OBJECTIVE, jax.tree.map(lambda _: True, model.abstract()), rows=1, seq_len=8, chunk=8)
+
+
+def test_an_engine_in_a_thread_runs_units_beside_and_between_requests():
+    """The thread sleeps when they are done, and ends them when it ends."""
+    plain = engines.engine("roomy")
+    work, source = slack(count=30)
+    plain.side_work = work
+
+    async def main() -> list[int]:
+        async with AsyncEngine(plain) as engine:
+            while len(source.units) > 50:
+                await asyncio.sleep(0.001)
+            params, tokens = SamplingParams(max_tokens=20, temperature=0.0), list[int]()
+            async for delta in engine.stream([1, 2, 3], params):
+                tokens += delta.tokens
+            while plain.busy:
+                await asyncio.sleep(0.001)
+            return tokens
+
+    found = asyncio.run(main())
+    assert not source.units
+    assert source.closed
+    assert plain.side_work is None
+    request = plain.submit([1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0))
+    while plain.busy:
+        plain.step()
+    assert request.sequences[0].tokens[3:] == found
+
+
+def test_tokens_come_within_the_target_on_a_simulated_clock():
+    """A tiny model whose steps take a millisecond; the target leaves room for some chunks."""
+    one = deployment()
+    trace = make_trace("poisson:200", lengths="24/16", count=20, seed=1)
+    alone = serve_trace(one, trace, target=1.0, chunk=16, seq_len=64, finetune=False)
+    target = 4 * float(alone.gaps.max())
+    found = serve_trace(one, trace, target=target, chunk=16, seq_len=64)
+    assert alone.share == 0
+    assert alone.p99 < found.p99 <= target
+    assert 0.3 < found.share <= 1

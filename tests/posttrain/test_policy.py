@@ -266,5 +266,5 @@ def test_pipelines_that_cannot_sample_or_value_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"give rollout\.mesh, such as data=1"):
         policy_run(tmp_path, mesh="stage=2,data=4")
     run = policy_run(tmp_path, mesh="stage=2", rollout_mesh="data=1", algorithm="ppo", accumulate=2)
-    with pytest.raises(ConfigError, match='"actor_critic".*the values of a batch come from one forward pass'):
+    with pytest.raises(ConfigError, match=r'"actor_critic".*the values of a batch come from one forward pass'):
         check_combinations(with_algorithm(run), {"stage": 2})

@@ -55,7 +55,9 @@ def prompts_file(folder: Path) -> Path:
 
 
 def policy_run(folder: Path, **fields: Any) -> PolicyRunConfig:
-    """A run of the tiny policy; ``fields`` by name, those of rollout too where the run has none of the name; ``rollout_mesh``."""
+    """A run of the tiny policy; ``fields`` by name, those of rollout too where the run has none of the name, and
+    ``rollout_mesh``.
+    """
     rollout: dict[str, Any] = {
         name: fields.pop(name)
         for name in list(fields)
