@@ -112,6 +112,7 @@ class AsyncEngine:
                 if self.engine.busy:
                     for delta in self.engine.step():
                         self._deliver(delta)
+            self.engine.end_side_work()
             self.engine.keep_pages()
         except BaseException as error:
             self._failure = error

@@ -107,6 +107,7 @@ class LLM:
             where the programs for that are compiled already, see ``ModelRunner``; the model's stacks are freed then.
         progress: called with "loading", "compiling" or "ready", how much of it is done, and of how much, see
             ``StartProgress``; None: a start of more than two seconds shows a line on the terminal.
+        reserved_bytes: device memory that the KV cache leaves to work beside the engine.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class LLM:
         trust_programs: bool = False,
         layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
+        reserved_bytes: int = 0,
     ):
         # Checked before the model is loaded.
         sizes = with_speculation(config or EngineConfig(), speculate, speculate_tokens)
@@ -166,6 +168,7 @@ class LLM:
                 trusted=trust_programs,
                 layers=layers,
                 progress=tell,
+                reserved_bytes=reserved_bytes,
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
         if over is not None or (layers == "auto" and has_unstacked_layers(held)):

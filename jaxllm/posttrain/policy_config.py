@@ -13,6 +13,7 @@ from jaxllm.posttrain.gae import GaeConfig
 from jaxllm.posttrain.rewards import find_rewards
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.objective import ObjectiveConfig
+from sharding import MeshSpec
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class RolloutConfig:
         max_tokens: largest length of a completion in tokens; with an environment that of an episode, observations
             included.
         max_turns: with an environment: most turns of the policy in an episode.
-        mesh: mesh to sample on, such as ``tensor=2``: the first devices of the run's; empty: the run's own mesh.
+        mesh: mesh to sample on, such as ``tensor=2``: the first devices of the run's; empty: the run's own mesh, if it
+            has no stages.
         max_sequences: completions that the engine decodes at a time.
         max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
             on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
@@ -95,6 +97,11 @@ class PolicyRunConfig(RunConfig):
             raise ValueError(
                 f'adapter.kind = "{self.adapter.kind}" starts from the gradient of the first batch, which a policy has '
                 'not before its first rollouts; choose another adapter, such as "lora".'
+            )
+        if dict(MeshSpec.parse(self.mesh).axes).get("stage", 1) != 1 and not self.rollout.mesh:
+            raise ValueError(
+                f"mesh = {self.mesh!r} has stages, over which an engine does not sample; give rollout.mesh, such as "
+                "data=1 or tensor=2, over the first devices of the run."
             )
         if self.rewards or not self.environment:
             find_rewards(self.rewards)

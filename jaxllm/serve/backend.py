@@ -176,6 +176,8 @@ class EngineBackend:
             }
         if isinstance(self._engine.runner, StreamedRunner):
             counters |= self._engine.runner.counters()
+        if (beside := self._engine.side_work) is not None:
+            counters |= beside.counters()
         if speculates := self._engine.config.verify_tokens > 0:
             counters |= {
                 "spec_decode_num_drafts": metrics.drafts,

@@ -14,7 +14,7 @@ from jaxllm.config import ConfigError
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
-from jaxllm.train.run_features import FEATURES, TOGETHER, Sizes
+from jaxllm.train.run_features import CO_SERVED, FEATURES, TOGETHER, Sizes
 
 
 class Refusal(NamedTuple):
@@ -78,6 +78,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "reference model",
         "a pipeline cannot score batches with a reference model",
         "leave reference empty and give reference_logprobs with the data, or leave stage out of the mesh",
+    ),
+    Refusal(
+        "pipeline",
+        "value head",
+        "the values of a batch come from one forward pass of the whole model",
+        "choose an algorithm without a value head, such as grpo, or leave stage out of the mesh",
     ),
     Refusal(
         "no pipeline",
@@ -551,6 +557,69 @@ REFUSALS: tuple[Refusal, ...] = (
         "these trackers follow one run of a process",
         "use tensorboard, or leave observe.sinks empty",
     ),
+    Refusal(
+        CO_SERVED,
+        "no adapter",
+        "the weights that are served stay as they are, and an adapter is trained beside them",
+        'choose an adapter, such as adapter.kind = "lora"',
+    ),
+    Refusal(
+        CO_SERVED,
+        "adapter that is not LoRA",
+        "it changes the served weights, the architecture or the attention",
+        "choose lora, rslora or dora",
+    ),
+    Refusal(CO_SERVED, "trainable subset", "only adapters are trained beside serving", "leave trainable empty"),
+    Refusal(CO_SERVED, "pipeline", "the run has the one device that serves", NO_STAGES),
+    Refusal(
+        CO_SERVED,
+        "outer step",
+        "the run has the one device that serves",
+        'set outer.kind to "none"',
+    ),
+    Refusal(CO_SERVED, "compressed gradients", "the run has the one device that serves", "leave grads.compress empty"),
+    Refusal(CO_SERVED, "experts", "routing losses are sums over whole batches", "train it by itself"),
+    Refusal(CO_SERVED, "low-precision matmuls", "served matmuls are plain", 'set model.matmul_precision to "plain"'),
+    Refusal(CO_SERVED, "loss scaling", "a step may have to be repeated", "set model.dtype to bfloat16 or float32"),
+    Refusal(
+        CO_SERVED,
+        "offloaded or compact activations",
+        "the residuals of each chunk of tokens are saved by themselves",
+        "give one of none, elementwise, attention, full",
+    ),
+    Refusal(
+        CO_SERVED,
+        "optimizer that changes the step",
+        "gradients are taken in chunks of tokens, at the parameters",
+        "choose another optimizer, such as adamw",
+    ),
+    Refusal(CO_SERVED, "reaction to spikes", "served steps are not undone", 'set spikes.action to "none"'),
+    Refusal(CO_SERVED, "norms by layer", "only the step's own metrics are logged", "set observe.layers_every to 0"),
+    Refusal(CO_SERVED, "profiles", "steps of the run and of requests are interleaved", "leave observe.profile empty"),
+    Refusal(
+        CO_SERVED,
+        "evaluation during the run",
+        "an evaluation would delay requests",
+        "set eval_every to 0, and evaluate the finished run with jaxllm eval",
+    ),
+    Refusal(CO_SERVED, "optimizer offload", "the state of an adapter is small", "set host.optimizer to false"),
+    Refusal(CO_SERVED, "parameter offload", "the weights are those that are served", "set host.params to false"),
+    Refusal(CO_SERVED, "overlapped saves", "gradients are taken in many programs", 'give checkpoint.saving = "auto"'),
+    Refusal(CO_SERVED, "blocking saves", "requests would wait for the disk", 'give checkpoint.saving = "auto"'),
+    Refusal(CO_SERVED, "checkpoints in memory", "the process serves requests", "set checkpoint.memory to None"),
+    Refusal(
+        CO_SERVED,
+        "reference model",
+        "a batch is scored by whole rows, which would delay requests",
+        "leave reference empty and give reference_logprobs with the data",
+    ),
+    Refusal(
+        CO_SERVED,
+        "objective over several tokens",
+        "chunks of tokens need a sum over single tokens",
+        "choose another objective, such as cross_entropy",
+    ),
+    Refusal(CO_SERVED, "parameter average", "only the adapter itself is kept", "set ema.decay to 0"),
 )
 
 

@@ -87,6 +87,7 @@ class Run:
         also: other parts of the program whose state is saved with the run's.
         data: the data set to train on; None: the one that ``config.data`` describes.
         init_model: the opened model of ``config.init_from``; None: it is opened here.
+        devices: devices of the mesh; None: all.
 
     Attributes:
         model: the architecture with its sharding rules.
@@ -112,6 +113,7 @@ class Run:
         also: Sequence[StateProvider] = (),
         data: Dataset | None = None,
         init_model: InitialModel | None = None,
+        devices: Sequence[jax.Device] | None = None,
     ):
         self.config = config
         self.also = also
@@ -120,7 +122,8 @@ class Run:
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.is_leader)
         check_precision(config)
         self.model = run_model(config)
-        self.mesh = fitting_mesh(config, self.model, jax.device_count(), jax.default_backend()).build()
+        devices = jax.devices() if devices is None else devices
+        self.mesh = fitting_mesh(config, self.model, len(devices), jax.default_backend()).build(devices)
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)

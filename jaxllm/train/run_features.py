@@ -160,6 +160,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.optim.spec.hooks is not None and not run.optim.spec.subsets, _optimizer
     ),
     "optimizer that is not streamed": Feature(lambda run, _: not run.optim.spec.streamable, _optimizer),
+    "optimizer that changes the step": Feature(lambda run, _: run.optim.spec.hooks is not None, _optimizer),
     "rounded updates": Feature(lambda run, _: run.optim.rounding != "nearest", _rounding),
     "narrow moments": Feature(
         lambda run, _: run.optim.moments != "float32", lambda run: f'optim.moments = "{run.optim.moments}"'
@@ -189,6 +190,12 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: bool(run.model.mixtures) and run.routing.bias_rate > 0,
         lambda run: f"routing.bias_rate = {run.routing.bias_rate}",
     ),
+    "evaluation during the run": Feature(
+        lambda run, _: run.eval_every > 0, lambda run: f"eval_every = {run.eval_every}"
+    ),
+    "profiles": Feature(
+        lambda run, _: bool(run.observe.profile), lambda run: f"observe.profile = {run.observe.profile!r}"
+    ),
     # Host
     "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
     "update of the next step": Feature(
@@ -203,17 +210,25 @@ FEATURES: dict[str, Feature] = {
     "overlapped saves": Feature(
         lambda run, _: run.checkpoint.saving == "overlapped", lambda run: 'checkpoint.saving = "overlapped"'
     ),
+    "blocking saves": Feature(
+        lambda run, _: run.checkpoint.saving == "blocking", lambda run: 'checkpoint.saving = "blocking"'
+    ),
     "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
     # Objective
     "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),
     "other objective": Feature(lambda run, _: run.objective.name != "cross_entropy", _objective),
     "objective over several tokens": Feature(lambda run, _: not _per_token(run), _objective),
+    "value head": Feature(lambda run, _: make_objective(run.objective, run.z_loss).value_head, _objective),
     "reference model": Feature(lambda run, _: bool(run.reference), lambda run: f"reference = {run.reference!r}"),
     "trainable subset": Feature(
         lambda run, _: bool(run.trainable), lambda run: f"trainable = {', '.join(run.trainable)}"
     ),
     "adapter": Feature(lambda run, _: bool(run.adapter), lambda run: f'adapter.kind = "{run.adapter.kind}"'),
     "no adapter": Feature(lambda run, _: not run.adapter, lambda run: 'adapter.kind = "none"'),
+    "adapter that is not LoRA": Feature(
+        lambda run, _: run.adapter.kind not in ("none", "lora", "rslora", "dora"),
+        lambda run: f'adapter.kind = "{run.adapter.kind}"',
+    ),
     "shifted groups": Feature(
         lambda run, _: run.adapter.kind == "longlora", lambda run: f'adapter.kind = "{run.adapter.kind}"'
     ),
@@ -229,3 +244,7 @@ FEATURES: dict[str, Feature] = {
 TOGETHER = "runs trained together"
 """Feature of runs with one joint step (``jaxllm.train.together``), which no setting of a run says."""
 FEATURES[TOGETHER] = Feature(lambda run, _: False, lambda run: f"a joint step of {run.name} and other runs")
+
+CO_SERVED = "run beside serving"
+"""Feature of runs that advance in what an engine leaves of its steps (``jaxllm.posttrain.coserve``)."""
+FEATURES[CO_SERVED] = Feature(lambda run, _: False, lambda run: f"{run.name} beside serving (--finetune)")

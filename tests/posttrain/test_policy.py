@@ -16,13 +16,14 @@ from jaxllm.files import DataError
 from jaxllm.posttrain.advantages import batch_whitened, group_centred, group_normalised, leave_one_out
 from jaxllm.posttrain.algorithms import ALGORITHMS, overlong_penalty, resample_on_correct, token_weights
 from jaxllm.posttrain.policy_config import PolicyRunConfig
-from jaxllm.posttrain.policy_training import open_policy_data, with_algorithm
+from jaxllm.posttrain.policy_training import open_policy_data, train_policy, with_algorithm
 from jaxllm.posttrain.prompts import Prompt, load_prompts
 from jaxllm.posttrain.rewards import RewardTerm, find_rewards, judge
 from jaxllm.posttrain.rollout_batch import Episode, Judgement, is_informative, judged_group, rollout_batch
 from jaxllm.posttrain.rollout_queue import RolloutQueue
 from jaxllm.posttrain.rollouts import Rollout, rollout_mesh
 from jaxllm.text import ChatTemplate
+from jaxllm.train.combinations import check_combinations
 from sharding import MeshSpec
 from tests.posttrain import tiny_policy
 from tests.posttrain.tiny_policy import policy_run
@@ -248,3 +249,22 @@ def test_meshes_of_rollouts():
     for text in ("tensor=16", "tensor=-1"):
         with pytest.raises(ConfigError, match=rf'rollout.mesh = "{text}" has -?\d+ devices, and the run has 8'):
             rollout_mesh(text, mesh)
+
+
+@pytest.mark.drawn(0.3)
+def test_a_policy_trains_in_a_pipeline(tmp_path):
+    """Rollouts on one of its devices; their log-probabilities are those of the pipelined training step."""
+    model = dataclasses.replace(tiny_policy.MODEL, layers=2, remat="none")
+    run = policy_run(tmp_path, mesh="stage=2,data=4", rollout_mesh="data=1", model=model, accumulate=2, steps=2)
+    directory = train_policy(run).directory
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(abs(row["mismatch"]) < 1e-5 < row["grad_norm"] for row in rows)
+
+
+def test_pipelines_that_cannot_sample_or_value_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"give rollout\.mesh, such as data=1"):
+        policy_run(tmp_path, mesh="stage=2,data=4")
+    run = policy_run(tmp_path, mesh="stage=2", rollout_mesh="data=1", algorithm="ppo", accumulate=2)
+    with pytest.raises(ConfigError, match=r'"actor_critic".*the values of a batch come from one forward pass'):
+        check_combinations(with_algorithm(run), {"stage": 2})

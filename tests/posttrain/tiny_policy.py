@@ -55,12 +55,16 @@ def prompts_file(folder: Path) -> Path:
 
 
 def policy_run(folder: Path, **fields: Any) -> PolicyRunConfig:
-    """A run of the tiny policy; ``fields`` by name, those of rollout too where the run has none of the name."""
+    """A run of the tiny policy; ``fields`` by name, those of rollout too where the run has none of the name, and
+    ``rollout_mesh``.
+    """
     rollout: dict[str, Any] = {
         name: fields.pop(name)
         for name in list(fields)
         if name in RolloutConfig.__dataclass_fields__ and name not in PolicyRunConfig.__dataclass_fields__
     }
+    if "rollout_mesh" in fields:
+        rollout["mesh"] = fields.pop("rollout_mesh")
     sizes: dict[str, Any] = {"prompts": 4, "group": 4, "max_tokens": 6, "max_sequences": 8}
     shared: dict[str, Any] = {
         "name": "policy",

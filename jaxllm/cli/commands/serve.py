@@ -80,6 +80,10 @@ def serve(argv: list[str]) -> int:
         programs: Path | None = None,
         trust_programs: bool = False,
         offload: str | None = None,
+        finetune: str | None = None,
+        finetune_set: tuple[str, ...] = (),
+        finetune_tokens: int = 64,
+        finetune_target: float = 0.1,
     ) -> int:
         """Serves a model with OpenAI's API until SIGTERM or Ctrl-C; running requests may end then.
 
@@ -158,6 +162,12 @@ def serve(argv: list[str]) -> int:
                 or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
                 layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
                 for files of the rest (docs/serve/offload.md).
+            finetune: recipe of `jaxllm train`, or a run's directory, with an adapter of MODEL: it is trained in what
+                decoding and prefill leave of each step (docs/serve/finetune.md).
+            finetune_set: with --finetune: settings of the run as NAME=VALUE, such as adapter.kind=lora.
+            finetune_tokens: with --finetune: tokens of a piece of its work, which runs between two steps.
+            finetune_target: with --finetune: seconds per output token that a step may take with it; it waits where a
+                step has no room.
         """
         # Before anything is imported or loaded, which takes seconds.
         try:
@@ -200,6 +210,21 @@ def serve(argv: list[str]) -> int:
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens
         )
+        tuned = None
+        if finetune is not None:
+            from jaxllm.cli.finetune_arguments import finetune_config
+
+            if layers == "apart":
+                raise UsageError("--finetune trains beside stacked layers; leave --layers apart out.")
+            if offload is not None:
+                raise UsageError(
+                    "--finetune trains beside weights on the device, which --offload streams; leave one out."
+                )
+            if finetune_target <= 0 or finetune_tokens < 1:
+                raise UsageError("--finetune-target and --finetune-tokens: give positive numbers.")
+            tuned = finetune_config(finetune, finetune_set, model)
+        elif finetune_set:
+            raise UsageError("--finetune-set is for a run; give --finetune RECIPE too.")
         log_to_terminal()
         order = POLICIES[policy]
 
@@ -212,11 +237,20 @@ def serve(argv: list[str]) -> int:
             loaded = load_with_progress(
                 model, dtype, form, mesh, weights, generation_config, offload=offload, progress=start
             )
-            return LLM(
+            beside, reserved = None, 0
+            if tuned is not None:
+                from jaxllm.posttrain.coserve.finetune_run import CoServedRun
+
+                beside = CoServedRun(tuned, loaded, finetune_tokens)
+                reserved = beside.device_bytes
+            llm = LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
                 programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
-                layers="auto" if layers == "auto" else "given",
+                layers="auto" if layers == "auto" and beside is None else "given", reserved_bytes=reserved,
             )  # fmt: skip
+            if beside is not None:
+                beside.attach(llm.engine, finetune_target)
+            return llm
 
         def announce(url: str) -> None:
             done, total = start.programs
@@ -225,6 +259,8 @@ def serve(argv: list[str]) -> int:
 
         facts = facts_of(model, mesh, sizes, dtype=dtype, weights=weights, layers=layers)
         with processes(advice="Start all processes of the server again with the same command.") as group:
+            if group.size > 1 and tuned is not None:
+                raise UsageError(f"--finetune trains on one device, and {group.size} processes serve; leave it out.")
             if group.size > 1 and mesh is None:
                 raise UsageError(
                     f"{group.size} processes serve one model together: give --mesh over all their devices, such as "

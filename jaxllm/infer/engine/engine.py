@@ -58,6 +58,7 @@ from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.side_work import SideWork, StepRoom
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
@@ -75,11 +76,13 @@ from pallas_kernels.paged_attention.retention import by_scores
 
 @dataclass
 class _StepInFlight:
-    """Step that the device has been told to run, with the plan of each replica."""
+    """Step that the device has been told to run, with the plan of each replica, and the side work before it."""
 
     plans: list[StepPlan]
     shape: StepShape
     result: Any
+    room: StepRoom
+    beside: Any = None
 
 
 class Engine:
@@ -97,6 +100,9 @@ class Engine:
         predict, clock: see ``PolicyState``.
         adapters: catalogue of the adapters that requests may name, if ``config.adapter_slots``; None: an empty one.
         virtual_tokens: number of places that each sequence begins with, whose tokens the model replaces by its own.
+
+    Attributes:
+        side_work: work that shares the devices with the steps; None: none. Set it before the first step.
     """
 
     def __init__(
@@ -138,6 +144,7 @@ class Engine:
         self._last_result_time = clock()
         self.paused, self.version = False, 0
         self.metrics = EngineMetrics()
+        self.side_work: SideWork | None = None
         self._in_flight: deque[_StepInFlight] = deque()
         self._cancelled: list[OutputDelta] = []
         self._selector = CandidateSelector(self.submit, self.cancel)
@@ -168,6 +175,7 @@ class Engine:
         trusted: bool = False,
         layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
+        reserved_bytes: int = 0,
     ) -> Engine:
         """Builds an engine for a model and compiles its programs.
 
@@ -191,6 +199,7 @@ class Engine:
             layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels, keep them as they are
                 given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
+            reserved_bytes: device memory that is left to side work.
 
         Raises:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
@@ -222,7 +231,7 @@ class Engine:
             proposer = make_proposer(
                 ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background)
             )
-        reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
+        reserved = reserved_bytes + (proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0)
         may_choose = config.speculate is None and proposer is None and order is None and streamed is None
         make = ModelRunner if streamed is None else functools.partial(StreamedRunner, weights=streamed)
         runner = make(
@@ -437,7 +446,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether ``step`` has something to do."""
-        return bool(self._in_flight or self._cancelled) or not (self.paused or self.scheduler.idle)
+        beside = self.side_work is not None and self.side_work.has_work
+        return bool(self._in_flight or self._cancelled) or not (self.paused or (self.scheduler.idle and not beside))
 
     def follow(self, weights: Callable[[], Any] | None = None) -> None:
         """Repeats the steps of process 0 until its ``close``: the call of every other process of a multi-host mesh.
@@ -453,9 +463,16 @@ class Engine:
         self.runner.follow(weights)
 
     def close(self) -> None:
-        """Ends ``follow`` in the other processes; writes the prefix cache to the disk tier, where there is one."""
+        """Ends side work, and ``follow`` in other processes; writes the prefix cache to the disk tier, if any."""
+        self.end_side_work()
         self.keep_pages()
         self.runner.close()
+
+    def end_side_work(self) -> None:
+        """Ends the side work in order, if there is any; nothing is done beside the steps from now on."""
+        if (work := self.side_work) is not None:
+            self.side_work = None
+            work.close()
 
     def keep_pages(self) -> None:
         """Writes the prefix cache, and the pages in host memory, to the disk tier, where there is one."""
@@ -499,8 +516,12 @@ class Engine:
             adapter: adapters by name: directories in PEFT's format, or in memory, as training has them.
 
         Raises:
-            ValueError: names what differs; nothing is changed then.
+            ValueError: names what differs, or side work uses the weights; nothing is changed then.
         """
+        if params is not None and self.side_work is not None:
+            raise ValueError(
+                "engine: the work beside its steps uses these weights; call end_side_work() before swap()."
+            )
         if adapter is not None:
             slots, packed = self._check_adapters(), {name: self._packed(source) for name, source in adapter.items()}
             for name, source in adapter.items():
@@ -527,6 +548,8 @@ class Engine:
         for replica, plan in enumerate(plans):
             self._swap_pages(replica, plan)
         started = 0
+        if self.side_work is not None and self.scheduler.idle and not (out or self._in_flight or self.paused):
+            self.side_work.run_alone()
         if any(plan.chunks for plan in plans):
             if not self._in_flight:
                 self._last_result_time = self.scheduler.policy_state.clock()
@@ -614,24 +637,29 @@ class Engine:
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
         metrics.steps += 1
+        most = self.config.prompt_buckets[-1]
+        room = StepRoom(shape.name, max(0, most - tokens), max(plan.steps for plan in plans) if shape.decode else 1)
+        beside = None if self.side_work is None else self.side_work.fill(room)
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
         result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
-        return _StepInFlight(plans, shape, result)
+        return _StepInFlight(plans, shape, result, room, beside)
 
     def _process_result(self, step: _StepInFlight) -> list[OutputDelta]:
         """Waits for a step's result, adds its tokens to their sequences, and returns the output."""
         rows = np.asarray(step.result)
         state = self.scheduler.policy_state
         now = state.clock()
+        seconds = now - self._last_result_time
+        if self.side_work is not None:
+            seconds = self.side_work.landed(step.room, step.beside, seconds)
         if not step.shape.decode:
-            state.step_times = state.step_times.with_step(step.shape.tokens, now - self._last_result_time)
-        self._record_step(step, now - self._last_result_time)
+            state.step_times = state.step_times.with_step(step.shape.tokens, seconds)
+        self._record_step(step, seconds)
         out: list[OutputDelta] = []
         work: list[tuple[int, int, int]] = []
         for plan, own in zip(step.plans, rows, strict=True):
             out += self._replica_outputs(plan, step.shape, step.shape.outputs.views(own), work)
         windows = [group.window for group in self.runner.spec.groups]
-        seconds = now - self._last_result_time
         self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
         self._last_result_time = now
         return out

@@ -114,7 +114,7 @@ class ModelRunner:
         replicas = 1
         if self.mesh is None:
             # The type of an array on a one-device mesh would differ from the type of the programs' outputs.
-            params = jax.tree.map(lambda x: x.addressable_data(0), params)
+            params = jax.tree.map(_on_one_device, params)
         else:
             params = jax.tree.map(put, params, placements(self.model, params, self.mesh))
             with self._on_mesh(), sharding.use_rules(self.model.rules):
@@ -536,6 +536,13 @@ def _abstract(params: Any, *, apart: bool = False) -> Any:
     place = jax.tree.leaves(tree)[0].sharding
     shapes = jax.eval_shape(unstack_layers, tree)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+
+
+def _on_one_device(x: jax.Array) -> jax.Array:
+    """Array on the first of its devices; gathered there if it is split over several, as those of a training run are."""
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    return jax.device_put(x, jax.sharding.SingleDeviceSharding(x.sharding.mesh.devices.flat[0]))  # type: ignore[attr-defined]
 
 
 def _device_of(params: Any) -> Any:
