@@ -53,6 +53,8 @@ class EngineConfig:
             and the measured times of steps make worthwhile, or none; "fixed": as many as there are rows for.
         verify_tokens: most proposed tokens of a sequence that one step verifies; steps with prefill compute the logits
             of one row more than these. 0: none, or with ``speculate`` as many as ``DRAFT_TOKENS``.
+        draft_trees: drafts may be trees of up to ``verify_tokens`` tokens, and steps with prefill have a tree mask;
+            ``speculate`` sets it as its proposer needs. Their number is fixed.
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
             none, and programs are those of an engine that knows no adapters.
         adapter_rank: largest rank of an adapter.
@@ -81,6 +83,7 @@ class EngineConfig:
     speculate: str | None = None
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
+    draft_trees: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 64
     adapter_page_ranks: int = 16
@@ -147,6 +150,22 @@ class EngineConfig:
             )
         if self.batch_invariant:
             self._check_invariant()
+        if self.draft_trees:
+            self._check_trees()
+
+    def _check_trees(self) -> None:
+        """Checks what goes with trees of draft tokens."""
+        if not self.verify_tokens:
+            raise ValueError("engine: draft_trees without verify_tokens; give the most tokens of a tree.")
+        wrong = {
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}": bool(self.residual_window),
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(
+                f"engine: a tree of draft tokens (draft_trees, speculate = 'tree:...') does not go with {name}: its "
+                "branches share slots of the KV cache in no order of positions. Use draft:MODEL, or leave that out."
+            )
 
     @property
     def has_tiers(self) -> bool:

@@ -19,6 +19,7 @@ from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
+from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -170,6 +171,15 @@ def self_draft(engine: Engine, kept: int | TrainedDraft) -> SelfDraftProposer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return SelfDraftProposer(kept, _served(engine))
+
+
+def tree_draft(engine: Engine, config: DecoderConfig, params: Any) -> TreeDraftProposer:
+    """Draft trees of a draft model for an engine, whose programs compile fast."""
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        draft = functional(replace(config, dtype=dtype, param_dtype=dtype))
+        return TreeDraftProposer(draft, params, _served(engine))
 
 
 def _served(engine: Engine) -> ServedModel:

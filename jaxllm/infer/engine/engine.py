@@ -60,7 +60,7 @@ from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
-from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
+from jaxllm.infer.speculate.proposer_table import configured, make_proposer
 from jaxllm.infer.start_progress import Listener
 from jaxllm.models import Functional
 from jaxllm.models.channel_order import ChannelOrder
@@ -199,7 +199,7 @@ class Engine:
         elif proposer is not None:
             raise ValueError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
         else:
-            proposer_kind(config.speculate)
+            config = configured(config)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
@@ -639,7 +639,7 @@ class Engine:
 
     def _length_of_drafts(self) -> DraftLength:
         config = self.config
-        if config.speculate is None or config.draft_length == "fixed":
+        if config.speculate is None or config.draft_length == "fixed" or config.draft_trees:
             return FixedDraftLength(config.verify_tokens)
         return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
 
@@ -667,7 +667,7 @@ class Engine:
             gained, computed = 0, chunk.count
             if chunk.samples and sequence.finish is None:
                 rows, first = plan.steps + len(chunk.proposed), 0
-                if not shape.decode:
+                if not (shape.decode or shape.tree_words):
                     first = shape.rows - rows
                 sampled = [tokens[first + step][row] for step in range(rows)]
                 refused = len(chunk.proposed) - chunk.accepted(sampled)

@@ -8,12 +8,14 @@ device, so that the next step can start before the host has read the result of t
 If a mesh has data-parallel replicas, each has its own packed array, requests and slots, and all run the same program.
 
 Legend: B replicas, T rows of the flat batch, S requests of a step, R slots (running sequences), J columns of a page
-table, N decode steps per call, V vocab, D embed, K top log-probabilities, U 32-bit words of a token mask; pools as in
+table, N decode steps per call, V vocab, D embed, K top log-probabilities, U 32-bit words of a token mask, E of a tree
+mask, G last rows of a request; pools as in
 ``paged_cache``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,13 +27,15 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.infer.runner import logits_processors, sampler
 from jaxllm.infer.runner.adapted_weight import with_rows
-from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages
-from jaxllm.infer.runner.paged_cache import POOL_AXES, TABLES, LayerGroup, PagedCache
+from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages, keep_branch
+from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entries
 from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
-from jaxllm.infer.runner.verification import last_rows, sample_proposed
+from jaxllm.infer.runner.verification import last_rows, likeliest, sample_proposed, sample_tree
 from jaxllm.models import Functional
+from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
+from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 SCORED_ROWS = 64
 """Rows of a prompt whose logits are in memory at a time, for prompt log-probabilities."""
@@ -46,7 +50,7 @@ class StepBatch(NamedTuple):
         tables: page table of each group of layers.
         columns: see ``PagedCache``.
         adapters: arguments of ``with_rows``; None in an engine without adapters.
-        rings: see ``PagedCache``.
+        rings, tree: see ``PagedCache``.
     """
 
     tokens: Int[Array, "*B T"]
@@ -57,6 +61,7 @@ class StepBatch(NamedTuple):
     columns: tuple[Int[Array, "*B S"] | None, ...] | None = None
     adapters: tuple[Array, ...] | None = None
     rings: tuple[Int[Array, "*B S"], Int[Array, "*B S"]] | None = None
+    tree: tuple[Int[Array, "*B T E"], Int[Array, "*B S"]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +153,14 @@ class EngineStep:
             return last_rows(hidden, inputs.unpack(packed)["starts"][1:], self.shape.rows)
 
         def choose(packed: Array, logits: Array, last: Array, state: Any, masks: Any, scores: dict[str, Array]) -> Any:
-            x = inputs.unpack(packed)
+            x, branch = inputs.unpack(packed), None
             with jax.named_scope("sample"):
-                if self.shape.verifies:
+                if self.shape.branches:
+                    known = jnp.where(jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
+                    out, tokens = likeliest(known, self.shape)
+                elif self.shape.tree_words:
+                    out, tokens, state, branch = sample_tree(self._sample, self.shape.rows, logits, x, state, masks)
+                elif self.shape.verifies:
                     out, tokens, state = sample_proposed(
                         self._sample, self.shape.rows, logits, x, state, masks, every_row=self.shape.every_row
                     )
@@ -158,13 +168,36 @@ class EngineStep:
                     out, state = self._sample(logits, x, x["kv_lens"], state, masks)
                     tokens = out["tokens"]
             last = last.at[x["slots"]].set(tokens, mode="drop")
-            return last, self.shape.outputs.pack(out | scores), state
+            return last, self.shape.outputs.pack(out | scores), state, branch
 
         pools, hidden = self._forward(params, pools, each(read)(packed, last))
         logits = self._logits(params, each(sampled)(packed, hidden))
         scores = (self._prompt_scores(params, hidden, packed) if self.shape.full else {}) | evictions
-        last, out, state = each(choose)(packed, logits, last, state, masks, scores)
+        last, out, state, branch = each(choose)(packed, logits, last, state, masks, scores)
+        if branch is not None:
+            pools = self._keep_branches(pools, packed, branch)
         return pools, last, out, state
+
+    def _keep_branches(self, pools: Pools, packed: Int[Array, "B elements"], branch: Int[Array, "B S G"]) -> Pools:
+        """Moves the keys and values of the accepted branches to where plain decoding has them."""
+
+        def read(packed: Array) -> tuple[Array, Array]:
+            x = self.shape.inputs.unpack(packed)
+            return x["tables"], x["tree_first"] - 1
+
+        tables, first = sharding.per_shard(read, "batch")(packed)
+
+        def moved(pool: Array, table: Array, axis: int) -> Array:
+            axes = POOL_AXES, TABLES, PER_REQUEST, TABLES
+            run = sharding.shard_map(functools.partial(keep_branch, axis=axis), axes, POOL_AXES, check=False)
+            return run(pool, table, first, branch)
+
+        return tuple(
+            Slots(
+                moved(pool.data, tables[:, i], 3), None if pool.scales is None else moved(pool.scales, tables[:, i], 4)
+            )
+            for i, pool in enumerate(pools)
+        )
 
     def _input_tokens(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
         """Token ids of the flat batch: from the host, or the last token of the request's slot."""
@@ -185,9 +218,13 @@ class EngineStep:
         if shape.adapters is not None:
             slots = jnp.where(rows.real, x["adapters"][rows.request], -1)
             adapters = slots, x["adapter_tables"], x["adapter_scales"]
-        positions = jnp.where(rows.real, rows.position, 0)
+        positions, tree = rows.position, None
+        if shape.tree_words:
+            tree = TreeMask(x["hidden"], x["tree_first"])
+            positions = positions - tree.behind
+        positions = jnp.where(rows.real, positions, 0)
         rings = (x["slots"], x["found"]) if shape.residual else None
-        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings)
+        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings, tree)
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
@@ -196,7 +233,7 @@ class EngineStep:
             heads, params = params[RETAINING_HEADS], {n: x for n, x in params.items() if n != RETAINING_HEADS}
         ctx = PagedCache(
             pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings, heads,
+            batch.columns, batch.rings, heads, batch.tree,
         )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))

@@ -15,7 +15,7 @@ from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer
-from pallas_kernels.paged_attention.kv_formats import quantised_formats
+from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
 from tests.infer import engines
 from tests.infer.drafts import trained_draft
 from tests.infer.proposers import OracleProposer
@@ -23,7 +23,7 @@ from tests.infer.test_verification import asked, equal
 from tests.proofs.harness import proof
 
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "layers apart")
-PROPOSERS = ("ngram", "draft", "self", "trained")
+PROPOSERS = ("ngram", "draft", "tree", "self", "trained")
 FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
 MOST = 3
 """Draft tokens."""
@@ -72,7 +72,8 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
         return engines.self_draft(engine, trained_draft(family, int(rng.integers(1, MOST)), rng))
     share, one, other = rng.choice([0.0, 0.1, 0.5]), *(engines.params_of(family, "float64", seed) for seed in (4, 5))
     params = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
-    return engines.draft(engine, engines.model_of(family, "float64"), params)
+    make = engines.tree_draft if name == "tree" else engines.draft
+    return make(engine, engines.model_of(family, "float64"), params)
 
 
 @proof("speculation", count=40, sample=1, float64=True, bound=1e-10, counts=("proposed", "accepted"))
@@ -85,9 +86,11 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
     """
     rng = np.random.default_rng(seed)
     way, name, family = (str(rng.choice(some)) for some in (WAYS, PROPOSERS, FAMILIES))
-    lossy = ("bfloat16", *quantised_formats())
+    # Trees go with formats that encode a token by itself.
+    trees = name == "tree"
+    lossy = ("bfloat16", *(form for form in quantised_formats() if not (trees and kv_format(form).residual)))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
-    engine = build(way, family, kv_dtype=kv)
+    engine = build(way, family, kv_dtype=kv, draft_trees=trees)
     requests = asked(rng, engine.config, 3)
     want = engines.serve(engine, requests)
     assert engine.metrics.drafts == 0
@@ -116,7 +119,10 @@ DRAWS, ALLOWED = 6000, (3, 11, 20, 37)
 @proof("speculation", cases=PROPOSERS, sample=1, float64=True)
 def samples_have_the_exact_distribution(name: str) -> None:
     """Chi-square of the second and third token against the model's probabilities, and equality draw by draw."""
-    engine, rng = build("roomy", "llama", decode_steps=1), np.random.default_rng([*name.encode()])
+    engine, rng = (
+        build("roomy", "llama", decode_steps=1, draft_trees=name == "tree"),
+        np.random.default_rng([*name.encode()]),
+    )
     prompt = [5, 9, 5, 9, *ALLOWED, 5, 9]
     requests = [
         {"prompt": prompt, "params": SamplingParams(max_tokens=4, seed=seed, allowed_tokens=ALLOWED)}
@@ -154,11 +160,12 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     name, way = str(rng.choice(PROPOSERS)), str(rng.choice(["tight, recompute", "tight, swap"]))
     engine = engines.build(
-        dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST),
+        dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, draft_trees=name == "tree"),
         proposer=OracleProposer("silent", rng, 1),
     )
-    if name == "draft":
-        proposer: Any = engines.draft(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
+    if name in ("draft", "tree"):
+        make: Any = engines.draft if name == "draft" else engines.tree_draft
+        proposer: Any = make(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
     else:
         proposer = NgramProposer() if name == "ngram" else proposer_of(name, engine, "llama", rng)
     config = engine.config
