@@ -127,7 +127,7 @@ def _first_position(ragged: RaggedBatch, tree: TreeMask) -> Int[Array, " R"]:
 
 
 def _hidden(tree: TreeMask, tokens: TokenRows, slots: int) -> Bool[Array, "T S"]:
-    """Which slots of its request are hidden from a token."""
+    """Slots of its request that are hidden from each token."""
     at = jnp.arange(slots, dtype=jnp.int32) - tree.first[tokens.request][:, None]
     inside = (at >= 0) & (at < tree.words * BITS)
     at = jnp.clip(at, 0, tree.words * BITS - 1)

@@ -45,7 +45,7 @@ class TreeMask(NamedTuple):
 
 
 def hides(words: list[Int[Array, "M 1"]], slots: Int[Array, "#M S"]) -> Bool[Array, "M S"]:
-    """Which slots are hidden from which tokens.
+    """Slots that are hidden from each token, by the words of its mask.
 
     Args:
         words: words of each token.

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 
 from jaxllm.infer import Request
-from jaxllm.infer.engine.draft_tree import DraftTree
 from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.speculate.draft_tree import DraftTree
 
 Mode = Literal["all", "some", "none", "silent"]
 

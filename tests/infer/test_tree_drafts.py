@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
-from jaxllm.infer.engine.draft_tree import DraftTree
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.proposer import proposals
 from jaxllm.infer.speculate import tree_draft
 from jaxllm.infer.speculate.draft_length import FixedDraftLength
+from jaxllm.infer.speculate.draft_tree import DraftTree
 from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
 from tests import environment
 from tests.infer import engines, meshes
@@ -95,7 +95,7 @@ def test_a_tree_is_the_likeliest_continuations(verifying, rng, float64):
         (tree,) = proposer.propose_all([(one, count)])
         assert tree is not None
         assert len(tree.tokens) == count
-        found, logs = [], {(): 0.0}
+        found, logs = [], dict[tuple[int, ...], float]({(): 0.0})
         for _ in range(4):
             for branch in [some for some in logs if some not in found]:
                 found.append(branch)

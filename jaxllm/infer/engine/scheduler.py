@@ -24,7 +24,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
-from jaxllm.infer.engine.draft_tree import NO_DRAFT, DraftTree
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policies import revise_prediction
 from jaxllm.infer.engine.policy_state import PolicyState
@@ -35,6 +34,7 @@ from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore
 from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
+from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 from pallas_kernels.paged_attention.retention import RetentionRule, by_scores
 
 

@@ -8,12 +8,12 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxllm.infer.engine.draft_tree import NO_DRAFT, DraftTree
 from jaxllm.infer.engine.page_allocator import PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.page_store import Page
+from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxllm.infer.engine.draft_tree import DraftTree
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import check_branches
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel, load_draft_model
+from jaxllm.infer.speculate.draft_tree import DraftTree
 from jaxllm.models import Functional
 
 BUDGET = 32
@@ -102,7 +102,7 @@ class _Search:
         return unread[: max(0, min(EXPANDED, self.most - len(self.read)))]
 
     def read_tree(self) -> DraftTree:
-        """What the draft model has read, as a tree."""
+        """Tree of the tokens that the draft model has read."""
         return _tree(self.read)
 
 
