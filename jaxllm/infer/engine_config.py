@@ -55,6 +55,8 @@ class EngineConfig:
             of one row more than these. 0: none, or with ``speculate`` as many as ``DRAFT_TOKENS``.
         draft_trees: drafts may be trees of up to ``verify_tokens`` tokens, and steps with prefill have a tree mask;
             ``speculate`` sets it as its proposer needs. Their number is fixed.
+        draft_features: the hidden states of all tokens of a batch stay on the device, for a draft head; ``speculate``
+            sets it as its proposer needs.
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
             none, and programs are those of an engine that knows no adapters.
         adapter_rank: largest rank of an adapter.
@@ -84,6 +86,7 @@ class EngineConfig:
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
     draft_trees: bool = False
+    draft_features: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 64
     adapter_page_ranks: int = 16
@@ -152,6 +155,9 @@ class EngineConfig:
             self._check_invariant()
         if self.draft_trees:
             self._check_trees()
+        if self.draft_features and (self.draft_trees or self.preemption == "swap"):
+            other = "draft_trees" if self.draft_trees else "preemption = 'swap'"
+            raise ValueError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
 
     def _check_trees(self) -> None:
         """Checks what goes with trees of draft tokens."""

@@ -59,7 +59,8 @@ from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
-from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
+from jaxllm.infer.speculate.draft_model import ServedModel
+from jaxllm.infer.speculate.head_draft import HeadProposer
 from jaxllm.infer.speculate.proposer_table import configured, make_proposer
 from jaxllm.infer.start_progress import Listener
 from jaxllm.models import Functional
@@ -214,7 +215,7 @@ class Engine:
             proposer = make_proposer(
                 ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
             )
-        reserved = proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0
+        reserved = getattr(proposer, "device_bytes", 0)
         may_choose = config.speculate is None and proposer is None and order is None
         runner = ModelRunner(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
@@ -227,6 +228,8 @@ class Engine:
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
         engine.channel_order = order
+        if isinstance(proposer, HeadProposer):
+            proposer.attach(runner)
         return engine
 
     @property

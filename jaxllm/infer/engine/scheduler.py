@@ -517,7 +517,8 @@ class Scheduler:
                 sequence.computed = last if chunk is None else last // chunk * chunk
                 if residual := self._prefix_cache.residual:  # only pages that are encoded by now
                     encoded = max(min(last, first.computed - residual) // self.page_size * self.page_size, first.found)
-                    sequence.computed = sequence.found = min(encoded, last // self.page_size * self.page_size)
+                    sequence.computed = min(encoded, last // self.page_size * self.page_size)
+                sequence.found = sequence.computed
                 for pages, own, theirs in zip(self._allocators, sequence.pages, first.pages, strict=True):
                     own += theirs[: -(-sequence.computed // self.page_size)]
                     for page in own:

@@ -101,8 +101,10 @@ class EngineStep:
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.model.rules):
             run = self._decode_loop if self.shape.decode else self._prefill_step
+            pools, features = (pools[:-1], pools[-1].data) if self.shape.features else (pools, None)
             pools, evictions = self._prepare_pages(pools, packed)
-            pools, last, out, slots = run(params, pools, last, packed, slots, masks, evictions)
+            pools, last, out, slots, features = run(params, pools, last, packed, slots, masks, evictions, features)
+            pools = pools if features is None else (*pools, Slots(features))
             # Replicated on every device: the host reads it from one of them.
             outputs = pools, last, sharding.constrain(out, None, None)
         return outputs if slots is None else (*outputs, tuple(slots))
@@ -141,7 +143,8 @@ class EngineStep:
         state: logits_processors.LogitsState | None,
         masks: Array | None,
         evictions: dict[str, Array],
-    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
+        features: Float[Array, "R L D"] | None,
+    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None, Array | None]:
         """Runs prefill chunks and decode tokens as one flat batch; samples after the last row, or rows, of each."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
 
@@ -170,13 +173,26 @@ class EngineStep:
             last = last.at[x["slots"]].set(tokens, mode="drop")
             return last, self.shape.outputs.pack(out | scores), state, branch
 
-        pools, hidden = self._forward(params, pools, each(read)(packed, last))
+        batch = each(read)(packed, last)
+        pools, hidden = self._forward(params, pools, batch)
+        features = self._keep_features(features, packed, batch, hidden)
         logits = self._logits(params, each(sampled)(packed, hidden))
         scores = (self._prompt_scores(params, hidden, packed) if self.shape.full else {}) | evictions
         last, out, state, branch = each(choose)(packed, logits, last, state, masks, scores)
         if branch is not None:
             pools = self._keep_branches(pools, packed, branch)
-        return pools, last, out, state
+        return pools, last, out, state, features
+
+    def _keep_features(
+        self, features: Float[Array, "R L D"] | None, packed: Array, batch: StepBatch, hidden: Float[Array, "1 T D"]
+    ) -> Float[Array, "R L D"] | None:
+        """Writes the hidden states of a step's tokens to their slots and positions; None: none are kept."""
+        if features is None:
+            return None
+        x = self.shape.inputs.unpack(packed[0])
+        rows = RaggedBatch(batch.tables[0][0], batch.starts[0], batch.kv_lens[0]).tokens(hidden.shape[1])
+        slots = jnp.where(rows.real & (rows.position >= 0), x["slots"][rows.request], features.shape[0])
+        return features.at[slots, rows.position].set(hidden[0].astype(features.dtype), mode="drop")
 
     def _keep_branches(self, pools: Pools, packed: Int[Array, "B elements"], branch: Int[Array, "B S G"]) -> Pools:
         """Moves the keys and values of the accepted branches to where plain decoding has them."""
@@ -313,7 +329,8 @@ class EngineStep:
         state: logits_processors.LogitsState | None,
         masks: Array | None,
         evictions: dict[str, Array],
-    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
+        features: Float[Array, "R L D"] | None,
+    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None, Array | None]:
         """Decodes ``steps`` tokens of each request; ends early when all of a replica have sampled a stop token."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
         slots, several = self.shape.slots, sharding.axis_size("batch") > 1
@@ -356,12 +373,15 @@ class EngineStep:
             return jnp.any(each(lambda packed, turn: active(inputs.unpack(packed), *turn))(packed, carry[0]))
 
         def one(carry: Any) -> Any:
-            turn, pools, last, outputs, state = carry
-            pools, hidden = self._forward(params, pools, each(read)(packed, last, turn))
+            turn, pools, last, outputs, state, features = carry
+            batch = each(read)(packed, last, turn)
+            pools, hidden = self._forward(params, pools, batch)
+            features = self._keep_features(features, packed, batch, hidden)
             logits = self._logits(params, hidden)
             turn, last, outputs, state = each(choose)(packed, logits, last, turn, outputs, state, masks)
-            return turn, pools, last, outputs, state
+            return turn, pools, last, outputs, state, features
 
         turn, last, outputs = each(begin)(packed, last)
-        _, pools, last, outputs, state = jax.lax.while_loop(continues, one, (turn, pools, last, outputs, state))
-        return pools, last, each(self.shape.outputs.pack)(outputs | evictions), state
+        begin_with = turn, pools, last, outputs, state, features
+        _, pools, last, outputs, state, features = jax.lax.while_loop(continues, one, begin_with)
+        return pools, last, each(self.shape.outputs.pack)(outputs | evictions), state, features

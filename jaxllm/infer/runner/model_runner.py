@@ -119,6 +119,8 @@ class ModelRunner:
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
                 "w8a8, or leave batch_invariant out."
             )
+        if config.draft_features and self.mesh is not None:
+            raise ValueError("engine: draft_features, which a draft head needs, are kept on one device; not on a mesh.")
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -193,6 +195,9 @@ class ModelRunner:
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
             self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
+            if config.draft_features:
+                features = self._abstract_pools()[-1].data
+                self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)
             self.last = put(np.zeros((replicas, config.max_sequences), np.int32), self._per_replica)
             if self._full:
                 state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
@@ -203,6 +208,11 @@ class ModelRunner:
                     n: put(np.full((replicas, n, width), -1, np.int32), self._per_replica) for n in sizes
                 }
         self.programs.start()
+
+    @property
+    def features(self) -> Any:
+        """Hidden states of all tokens of the batch, Float[Array, "R L D"], with ``draft_features``."""
+        return self.pools[-1].data
 
     # Steps
 
@@ -405,6 +415,7 @@ class ModelRunner:
             residual=any(group.residual for group in self.spec.groups),
             evicts=any(by_scores(group.rule) for group in self.spec.groups),
             every_row=self._every_row and not decode,
+            features=self.config.draft_features,
             tree_words=0 if decode else -(-self._tree_tokens // BITS),
             branches=0 if decode else min(self._branches, self.model.config.vocab_size),
         )
@@ -483,7 +494,12 @@ class ModelRunner:
         with self._on_mesh():
             shapes = jax.eval_shape(self._empty_pools)
         place = self._sharding(*POOL_AXES)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        if self.config.draft_features:
+            size = self.config.max_sequences, self.spec.max_len, self.model.config.embed_dim
+            where = jax.sharding.SingleDeviceSharding(_device_of(self.params))
+            found += (Slots(jax.ShapeDtypeStruct(size, jnp.dtype(self.model.config.dtype), sharding=where)),)
+        return found
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
         """Abstract int32 array with a leading replica dimension."""

@@ -40,6 +40,7 @@ class StepShape:
         evicts: the retention rule chooses by scores, and steps begin with its evictions.
         every_row: a token is sampled after each proposed one, whatever was sampled before: they are no proposals, but
             mask tokens of a draft.
+        features: the step keeps the hidden states of its tokens, behind the page pools, see ``keep_features``.
         tree_words: words of a tree mask, see ``TreeMask``; 0: drafts are chains.
         branches: number of the likeliest tokens after each row, which come out instead of sampled ones, with their
             log-probabilities: the step is of a draft model that makes trees. 0: tokens are sampled.
@@ -61,6 +62,7 @@ class StepShape:
     residual: bool = False
     evicts: bool = False
     every_row: bool = False
+    features: bool = False
     tree_words: int = 0
     branches: int = 0
 

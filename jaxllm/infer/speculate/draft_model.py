@@ -58,8 +58,8 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Tokens whose keys and values a slot of the draft's KV cache holds: the first of a sequence, then drafted ones."""
+class HeldTokens:
+    """Tokens whose keys and values a slot of a draft's KV cache holds: the first of a sequence, then drafted ones."""
 
     sequence: Sequence
     length: int
@@ -146,7 +146,7 @@ class DraftModelProposer:
         slots, places = np.arange(config.max_sequences, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
         each = (min(columns, pages // config.max_sequences) for pages in self.runner.spec.pages)
         self._tables = [slots * count + places % count for count in each]
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int], HeldTokens] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -163,7 +163,7 @@ class DraftModelProposer:
         places = {one: self._known(one) for one in counts}
         if self._masks:
             drafts = self._draft_at_once(counts, places)
-            return [_until_stop(one, drafts[one]) if one in drafts else None for one in counts]
+            return [until_stop(one, drafts[one]) if one in drafts else None for one in counts]
         unread = any(len(one.tokens) - place > 1 for one, place in places.items())
         drafting, read = self._read(places) if unread else (list(counts), None)
         steps = max((counts[one] for one in drafting), default=0) - unread
@@ -173,14 +173,14 @@ class DraftModelProposer:
         drafts = {one: [token for step in steps_run for token in step.tokens(one)] for one in drafting}
         for one, draft in drafts.items():
             self._remember(one, draft[:-1])
-        return [_until_stop(one, drafts[one][:count]) if one in drafts else None for one, count in wanted]
+        return [until_stop(one, drafts[one][:count]) if one in drafts else None for one, count in wanted]
 
     def swap(self, params: Any) -> None:
         """Does nothing: the draft's weights are not those that the engine replaces."""
 
     def _remember(self, one: Sequence, drafted: list[int]) -> None:
         """Notes that the KV cache of a sequence's slot holds all its tokens, and after them drafted ones."""
-        self._held[one.replica, one.slot] = _Held(one, len(one.tokens), drafted)
+        self._held[one.replica, one.slot] = HeldTokens(one, len(one.tokens), drafted)
 
     def _known(self, one: Sequence) -> int:
         held = self._held.get((one.replica, one.slot))
@@ -192,7 +192,7 @@ class DraftModelProposer:
         for one, place in sorted(places.items(), key=lambda each: len(each[0].tokens) - each[1]):
             if count := min(len(one.tokens) - place, room):
                 chunks.append(ScheduledChunk(one, place, count, samples=True))
-                self._held[one.replica, one.slot] = _Held(one, place + count)
+                self._held[one.replica, one.slot] = HeldTokens(one, place + count)
                 room -= count
         ready = [c.sequence for c in chunks if c.start + c.count == len(c.sequence.tokens)]
         return ready, self._start(chunks, 1, decode=False)
@@ -208,7 +208,7 @@ class DraftModelProposer:
             elif count := min(unread, room):
                 chunks.append(ScheduledChunk(one, place, count, samples=True))
             room -= count
-            self._held[one.replica, one.slot] = _Held(one, min(place + count, len(one.tokens)))
+            self._held[one.replica, one.slot] = HeldTokens(one, min(place + count, len(one.tokens)))
         ready = {c.sequence: len(c.proposed) for c in chunks if c.start + c.count >= len(c.sequence.tokens)}
         step = self._start(chunks, 1, decode=False)
         return {one: step.tokens(one)[-1 - masks :] for one, masks in ready.items()}
@@ -303,7 +303,7 @@ def _common_prefix(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _until_stop(one: Sequence, draft: list[int]) -> list[int]:
+def until_stop(one: Sequence, draft: list[int]) -> list[int]:
     """Draft up to its first stop token: a completion that is accepted up to there ends."""
     end = next((i for i, token in enumerate(draft, 1) if token in one.request.stop_ids), len(draft))
     return draft[:end]

@@ -8,7 +8,9 @@ from typing import Any
 
 from jaxllm.infer.engine.proposer import AnyProposer
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_head import load_head
 from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
+from jaxllm.infer.speculate.head_draft import HeadProposer, with_features
 from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer, parse_kept
 from jaxllm.infer.speculate.tree_draft import load_tree_draft, parse_tree, with_trees
@@ -23,18 +25,21 @@ class ProposerKind:
         parse: reads and checks the text after the colon, before any model is loaded; raises ValueError.
         make: makes the proposer of what ``parse`` returned and the served model.
         configure: changes a configuration as the proposer needs it; None: nothing to change.
+        sets_tokens: the argument says how many draft tokens there are.
     """
 
     usage: str
     parse: Callable[[str], Any]
     make: Callable[[Any, ServedModel], AnyProposer]
     configure: Callable[[EngineConfig, Any], EngineConfig] | None = None
+    sets_tokens: bool = False
 
 
 PROPOSERS: dict[str, ProposerKind] = {
     "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
     "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
-    "tree": ProposerKind("tree:MODEL,BUDGET", parse_tree, load_tree_draft, with_trees),
+    "tree": ProposerKind("tree:MODEL,BUDGET", parse_tree, load_tree_draft, with_trees, sets_tokens=True),
+    "head": ProposerKind("head:DIR", load_head, HeadProposer, with_features),
     "self": ProposerKind("self:LAYERS|FILE", parse_kept, SelfDraftProposer),
 }
 """Proposers by name."""
@@ -77,12 +82,12 @@ def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | 
     kind, _ = proposer_kind(speculate)
     if tokens is None:
         return configured(replace(config, speculate=speculate))
-    if kind.configure is not None:
+    if kind.sets_tokens:
         raise ValueError(
             f"speculate_tokens = {tokens} with speculate = {speculate!r}, whose argument says how many tokens: "
             f"{kind.usage}. Leave speculate_tokens out."
         )
-    return replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed")
+    return configured(replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed"))
 
 
 def configured(config: EngineConfig) -> EngineConfig:
