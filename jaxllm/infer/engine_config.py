@@ -53,6 +53,10 @@ class EngineConfig:
             and the measured times of steps make worthwhile, or none; "fixed": as many as there are rows for.
         verify_tokens: most proposed tokens of a sequence that one step verifies; steps with prefill compute the logits
             of one row more than these. 0: none, or with ``speculate`` as many as ``DRAFT_TOKENS``.
+        draft_trees: drafts may be trees of up to ``verify_tokens`` tokens, and steps with prefill have a tree mask;
+            ``speculate`` sets it as its proposer needs. Their number is fixed.
+        draft_features: the hidden states of all tokens of a batch stay on the device, for a draft head; ``speculate``
+            sets it as its proposer needs.
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
             none, and programs are those of an engine that knows no adapters.
         adapter_rank: largest rank of an adapter.
@@ -83,6 +87,8 @@ class EngineConfig:
     speculate: str | None = None
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
+    draft_trees: bool = False
+    draft_features: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 64
     adapter_page_ranks: int = 16
@@ -150,15 +156,38 @@ class EngineConfig:
             )
         if self.batch_invariant:
             self._check_invariant()
+        if self.draft_trees:
+            self._check_trees()
+        if self.draft_features and (self.draft_trees or self.preemption == "swap"):
+            other = "draft_trees" if self.draft_trees else "preemption = 'swap'"
+            raise ValueError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
         self._check_streamed()
 
     def _check_streamed(self) -> None:
         if self.layer_window < 0:
             raise ValueError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
-        if self.layer_window and (self.adapter_slots or self.kv_disk is not None):
-            what = f"adapter_slots = {self.adapter_slots}" if self.adapter_slots else f"kv_disk = {self.kv_disk!r}"
+        wrong = {
+            f"adapter_slots = {self.adapter_slots}": self.adapter_slots > 0,
+            f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
+            "draft_features (a draft head)": self.draft_features,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.layer_window):
             raise ValueError(
-                f"engine: {what} does not go with layer_window = {self.layer_window}: leave one of them out."
+                f"engine: {name} does not go with layer_window = {self.layer_window}: leave one of them out."
+            )
+
+    def _check_trees(self) -> None:
+        """Checks what goes with trees of draft tokens."""
+        if not self.verify_tokens:
+            raise ValueError("engine: draft_trees without verify_tokens; give the most tokens of a tree.")
+        wrong = {
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}": bool(self.residual_window),
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(
+                f"engine: a tree of draft tokens (draft_trees, speculate = 'tree:...') does not go with {name}: its "
+                "branches share slots of the KV cache in no order of positions. Use draft:MODEL, or leave that out."
             )
 
     @property

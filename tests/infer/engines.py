@@ -16,9 +16,12 @@ import pytest
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.engine.page_allocator import NO_PAGE
 from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.speculate.draft_head import DraftHead
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
+from jaxllm.infer.speculate.head_draft import HeadProposer
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
+from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
 from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.models import (
@@ -182,6 +185,24 @@ def self_draft(engine: Engine, kept: int | TrainedDraft) -> SelfDraftProposer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return SelfDraftProposer(kept, _served(engine))
+
+
+def head_draft(engine: Engine, head: DraftHead) -> HeadProposer:
+    """Drafts of a draft head for an engine that keeps features."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        proposer = HeadProposer(head, _served(engine))
+        proposer.attach(engine.runner)
+        return proposer
+
+
+def tree_draft(engine: Engine, config: DecoderConfig, params: Any) -> TreeDraftProposer:
+    """Draft trees of a draft model for an engine, whose programs compile fast."""
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        draft = functional(replace(config, dtype=dtype, param_dtype=dtype))
+        return TreeDraftProposer(draft, params, _served(engine))
 
 
 def _served(engine: Engine) -> ServedModel:

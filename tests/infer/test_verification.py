@@ -221,14 +221,14 @@ def test_cancelled_and_replaced_weights_in_flight(verifying, rng, float64):
     check_cancelled_in_flight(*verifying, rng)
 
 
-def writer(verify_tokens: int = 0, **fields: Any) -> Engine:
+def writer(verify_tokens: int = 0, *, draft_trees: bool = False, **fields: Any) -> Engine:
     """An engine whose tokens are bytes."""
     tokenizer = ByteTokenizer()
     config = tiny.decoder(dtype="float64", vocab_size=tokenizer.vocab_size, layers=1)
     params = jax.device_put(jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5)))
     sizes = EngineConfig(
         max_sequences=4, max_batched_tokens=16, max_len=64, pages=40, page_size=8, buckets=(16,), decode_steps=1,
-        samplers=("full",), verify_tokens=verify_tokens,
+        samplers=("full",), verify_tokens=verify_tokens, draft_trees=draft_trees,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)

@@ -141,8 +141,9 @@ def serve(argv: list[str]) -> int:
             generation_config: auto: requests that give no temperature, top_p, top_k, ... get those of the model's
                 generation_config.json; none: OpenAI's defaults; or a directory with another generation_config.json.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
-                a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
-                stays the same (docs/serve/speculation.md).
+                a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
+                trained layer over the model's features drafts, self:LAYERS what the model samples with so many of its
+                layers; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE

@@ -60,8 +60,9 @@ from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.side_work import SideWork, StepRoom
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
-from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
-from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
+from jaxllm.infer.speculate.draft_model import ServedModel
+from jaxllm.infer.speculate.head_draft import HeadProposer
+from jaxllm.infer.speculate.proposer_table import configured, make_proposer
 from jaxllm.infer.start_progress import Listener
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
@@ -211,7 +212,7 @@ class Engine:
         elif proposer is not None:
             raise ValueError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
         else:
-            proposer_kind(config.speculate)
+            config = configured(config)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
@@ -231,7 +232,7 @@ class Engine:
             proposer = make_proposer(
                 ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background)
             )
-        reserved = reserved_bytes + (proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0)
+        reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
         may_choose = config.speculate is None and proposer is None and order is None and streamed is None
         make = ModelRunner if streamed is None else functools.partial(StreamedRunner, weights=streamed)
         runner = make(
@@ -245,6 +246,8 @@ class Engine:
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
         engine.channel_order = order
+        if isinstance(proposer, HeadProposer):
+            proposer.attach(runner)
         return engine
 
     @property
@@ -676,7 +679,8 @@ class Engine:
 
     def _length_of_drafts(self) -> DraftLength:
         config = self.config
-        if config.speculate is None or config.draft_length == "fixed" or config.layer_window:
+        fixed = config.draft_length == "fixed" or config.draft_trees
+        if config.speculate is None or fixed or config.layer_window:
             # To read the layers takes the time of a step with streamed weights, however many tokens it verifies.
             return FixedDraftLength(config.verify_tokens)
         return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
@@ -705,7 +709,7 @@ class Engine:
             gained, computed = 0, chunk.count
             if chunk.samples and sequence.finish is None:
                 rows, first = plan.steps + len(chunk.proposed), 0
-                if not shape.decode:
+                if not (shape.decode or shape.tree_words):
                     first = shape.rows - rows
                 sampled = [tokens[first + step][row] for step in range(rows)]
                 refused = len(chunk.proposed) - chunk.accepted(sampled)

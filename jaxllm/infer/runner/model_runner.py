@@ -24,7 +24,7 @@ import sharding
 from jaxllm.files import digest
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
-from jaxllm.infer.length_limits import choose_max_len
+from jaxllm.infer.length_limits import check_branches, choose_max_len
 from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.engine_step import EngineStep
@@ -41,6 +41,7 @@ from jaxllm.parallel import distributed
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.retention import by_scores
+from pallas_kernels.paged_attention.tree_mask import BITS
 
 PAGES_PER_TRANSFER = 16
 """Pages that one program copies between device and host when a sequence is swapped."""
@@ -57,6 +58,8 @@ class ModelRunner:
     Compiles the programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``; ``reserved_bytes``
     of each device are left to others, such as a draft model. On a mesh over several processes all programs are
     compiled before the first step, because all processes must choose the same ones.
+
+    ``every_row``, ``branches``: see ``StepShape``. ``tree_tokens``: most tokens of a tree mask; None: by ``config``.
 
     ``layers``: "given": as ``params`` has them. "auto": one array per layer where all programs for that are on disk,
     which decodes faster on CPUs and GPUs and compiles longer; the stacks of ``params`` are freed then. On one device
@@ -92,8 +95,14 @@ class ModelRunner:
         progress: Callable[[str, int, int], None] | None = None,
         layers: Literal["given", "auto"] = "given",
         every_row: bool = False,
+        branches: int = 0,
+        tree_tokens: int | None = None,
     ):
         self._reserved_bytes, self._plain_first, self._every_row = reserved_bytes, plain_first, every_row
+        self._branches = branches
+        self._tree_tokens = (config.verify_tokens if config.draft_trees else 0) if tree_tokens is None else tree_tokens
+        if config.draft_trees:
+            check_branches(model.config, config.verify_tokens)
         self.config, self.vocab_size = config, vocab_size
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
@@ -110,6 +119,8 @@ class ModelRunner:
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
                 "w8a8, or leave batch_invariant out."
             )
+        if config.draft_features and self.mesh is not None:
+            raise ValueError("engine: draft_features, which a draft head needs, are kept on one device; not on a mesh.")
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -184,6 +195,9 @@ class ModelRunner:
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
             self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
+            if config.draft_features:
+                features = self._abstract_pools()[-1].data
+                self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)
             self.last = put(np.zeros((replicas, config.max_sequences), np.int32), self._per_replica)
             if self._full:
                 state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
@@ -194,6 +208,11 @@ class ModelRunner:
                     n: put(np.full((replicas, n, width), -1, np.int32), self._per_replica) for n in sizes
                 }
         self.programs.start()
+
+    @property
+    def features(self) -> Any:
+        """Hidden states of all tokens of the batch, Float[Array, "R L D"], with ``draft_features``."""
+        return self.pools[-1].data
 
     # Steps
 
@@ -401,6 +420,9 @@ class ModelRunner:
             residual=any(group.residual for group in self.spec.groups),
             evicts=any(by_scores(group.rule) for group in self.spec.groups),
             every_row=self._every_row and not decode,
+            features=self.config.draft_features,
+            tree_words=0 if decode else -(-self._tree_tokens // BITS),
+            branches=0 if decode else min(self._branches, self.model.config.vocab_size),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
@@ -486,7 +508,12 @@ class ModelRunner:
         with self._on_mesh():
             shapes = jax.eval_shape(self._empty_pools)
         place = self._sharding(*POOL_AXES)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        if self.config.draft_features:
+            size = self.config.max_sequences, self.spec.max_len, self.model.config.embed_dim
+            where = jax.sharding.SingleDeviceSharding(_device_of(self.params))
+            found += (Slots(jax.ShapeDtypeStruct(size, jnp.dtype(self.model.config.dtype), sharding=where)),)
+        return found
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
         """Abstract int32 array with a leading replica dimension."""

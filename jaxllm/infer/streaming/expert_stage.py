@@ -20,14 +20,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.infer.runner.engine_step import StepBatch
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
 from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_slots, one_expert, wanted_experts
 from jaxllm.infer.streaming.layer_store import Unit
-from jaxllm.infer.streaming.streamed_step import StreamedStep
+from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 
 
@@ -61,7 +60,7 @@ class MixtureParts:
             router's shares [B, T, E].
         """
         with sharding.use_rules(self.step.step.model.rules):
-            inputs = StepBatch(*batch)
+            inputs = step_batch(batch)
             ctx = self.step.step.context(pools, inputs, params.get(RETAINING_HEADS))
             block = self._module(weights, layer)
             x, h, ctx = block.attend(hidden, inputs.positions, layer, ctx)

@@ -114,9 +114,9 @@ class StreamedRunner(ModelRunner):
                 }  # fmt: skip
                 name = _part_name(shape, segment, part)
                 programs.append(EngineProgram(name, _Group(step, segment, part), arguments, ("pools",), key))
-        last = {"params": ends, "hidden": hidden, "last": inputs["last"], "packed": inputs["packed"]}
+        last = {"params": ends, "pools": pools, "hidden": hidden, "last": inputs["last"], "packed": inputs["packed"]}
         last |= {"evicted": evicted, **{n: inputs[n] for n in ("state", "masks") if n in inputs}}
-        return [*programs, EngineProgram(f"{shape.name}-end", step.end, last, ("last", "state"), key)]
+        return [*programs, EngineProgram(f"{shape.name}-end", step.end, last, ("pools", "last", "state"), key)]
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         """Runs the layers as their weights arrive, and starts the end of the step; see ``ModelRunner``.
@@ -149,12 +149,12 @@ class StreamedRunner(ModelRunner):
                     program = self.programs[_part_name(shape, unit.segment, part)]
                     self.pools, hidden = program(self._weights, own, self.pools, batch, hidden, number)
             self.window.give_back(unit, hidden)
-        arguments = self._weights, hidden, self.last, sent, evicted
+        arguments = self._weights, self.pools, hidden, self.last, sent, evicted
         if shape.full:
             legal = self.all_tokens(shape) if masks is None else put(masks, self._per_replica)
-            self.last, out, self.state = self.programs[f"{shape.name}-end"](*arguments, self.state, legal)
+            self.pools, self.last, out, self.state = self.programs[f"{shape.name}-end"](*arguments, self.state, legal)
         else:
-            self.last, out = self.programs[f"{shape.name}-end"](*arguments)
+            self.pools, self.last, out = self.programs[f"{shape.name}-end"](*arguments)
         out.copy_to_host_async()
         return out
 

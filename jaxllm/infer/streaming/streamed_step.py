@@ -19,6 +19,7 @@ from jaxllm.infer.runner.engine_step import EngineStep, StepBatch
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 EVICTIONS = "evictions"
 """Name of the output that says what a rule by scores has evicted, ``StepShape.outputs``."""
@@ -49,7 +50,8 @@ class StreamedStep:
             pools, evictions = self.step.prepare_pages(pools, packed)
             batch = self.step.flat_batch(packed, last)
             hidden = self.step.model.embed(params, batch.tokens, batch.positions)
-            return pools, tuple(batch), hidden, evictions.get(EVICTIONS)
+            tree = None if batch.tree is None else tuple(batch.tree)
+            return pools, tuple(batch._replace(tree=tree)), hidden, evictions.get(EVICTIONS)
 
     def group(
         self,
@@ -72,7 +74,7 @@ class StreamedStep:
         """
         model = self.step.model
         with sharding.use_rules(model.rules):
-            inputs = StepBatch(*batch)
+            inputs = step_batch(batch)
             ctx = self.step.context(pools, inputs, params.get(RETAINING_HEADS))
             if block is None:
                 hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
@@ -85,6 +87,7 @@ class StreamedStep:
     def end(
         self,
         params: Any,
+        pools: Pools,
         hidden: Float[Array, "B T D"],
         last: Int[Array, "B R"],
         packed: Int[Array, "B elements"],
@@ -92,9 +95,16 @@ class StreamedStep:
         state: tuple[Array, ...] | None = None,
         masks: Array | None = None,
     ) -> tuple[Any, ...]:
-        """Samples; see ``EngineStep`` for the results, without the pools."""
+        """Samples; see ``EngineStep`` for the results."""
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.step.model.rules):
             further = {} if evicted is None else {EVICTIONS: evicted}
-            last, out, slots = self.step.sample_rows(params, hidden, last, packed, slots, masks, further)
-        return (last, out) if slots is None else (last, out, tuple(slots))
+            last, out, slots, branch = self.step.sample_rows(params, hidden, last, packed, slots, masks, further)
+            pools = self.step.keep_branches(pools, packed, branch)
+        return (pools, last, out) if slots is None else (pools, last, out, tuple(slots))
+
+
+def step_batch(fields: tuple[Any, ...]) -> StepBatch:
+    """Inputs of the forward pass, of the fields that ``StreamedStep.begin`` returns."""
+    batch = StepBatch(*fields)
+    return batch if batch.tree is None else batch._replace(tree=TreeMask(*batch.tree))
