@@ -16,6 +16,7 @@ from jaxllm.infer.speculate import tree_draft
 from jaxllm.infer.speculate.draft_length import FixedDraftLength
 from jaxllm.infer.speculate.draft_tree import DraftTree
 from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
+from jaxllm.infer.streaming import WeightPlacement
 from tests import environment
 from tests.infer import engines, meshes
 from tests.infer.proposers import OracleTreeProposer
@@ -57,6 +58,15 @@ def test_trees_are_plain_decoding(verifying, rng, float64):
     made = beside(engine, engine, asked(rng, engine.config, 5), oracle)
     assert engines.error("llama", "float64", made) <= 1e-10
     assert engine.scheduler.preemptions > before
+
+
+@pytest.mark.drawn(0.3)
+def test_trees_over_streamed_weights(rng, float64):
+    """A step that reads every layer verifies a tree (the case of SpecExec)."""
+    oracle = OracleTreeProposer("some", rng, engines.VOCAB)
+    engine = engines.build(sizes(), "gemma3", "float64", proposer=oracle, placement=WeightPlacement(1))
+    made = beside(engine, engine, asked(rng, engine.config, 2), oracle)
+    assert engines.error("gemma3", "float64", made) <= 1e-10
 
 
 @pytest.mark.drawn(0.5)
