@@ -64,9 +64,9 @@ def test_trees_are_plain_decoding(verifying, rng, float64):
 def test_trees_over_streamed_weights(rng, float64):
     """A step that reads every layer verifies a tree (the case of SpecExec)."""
     oracle = OracleTreeProposer("some", rng, engines.VOCAB)
-    engine = engines.build(sizes(), "gemma3", "float64", proposer=oracle, placement=WeightPlacement(1))
+    engine = engines.build(sizes(), "qwen3", "float64", proposer=oracle, placement=WeightPlacement(1))
     made = beside(engine, engine, asked(rng, engine.config, 2), oracle)
-    assert engines.error("gemma3", "float64", made) <= 1e-10
+    assert engines.error("qwen3", "float64", made) <= 1e-10
 
 
 @pytest.mark.drawn(0.5)
