@@ -62,7 +62,8 @@ class HeadProposer:
         dtype = jnp.dtype(self.model.config.dtype)
         self._head = jax.tree.map(lambda x: jnp.asarray(x, dtype), head.weights)
         self._params = jax.tree.map(lambda x: x.addressable_data(0), served.params)
-        self._cache = empty_cache(self.model.config, self._slots, self._scratch + 1)
+        cache = empty_cache(self.model.config, self._slots, self._scratch + 1)
+        self._cache = cache.k, cache.v  # as the program cache can name them
         self._held: dict[int, HeldTokens] = {}
         self._runner: Any = None
         self._sizes = sorted({min(size, self._max_len) for size in READ_TOKENS})
@@ -142,12 +143,12 @@ class HeadProposer:
         self,
         params: Any,
         head: Any,
-        cache: DenseCache,
+        held: tuple[Array, Array | None],
         features: Float[Array, "R L D"],
         tokens: Int[Array, "R T"],
         numbers: Int[Array, "R 4"],
         temperature: Float[Array, " R"],
-    ) -> tuple[Int[Array, "R N"], DenseCache]:
+    ) -> tuple[Int[Array, "R N"], tuple[Array, Array | None]]:
         """Reads tokens of each slot, and drafts after the last; ``numbers``: first position, tokens, found, seed."""
         start, count, known_from, seeds = numbers.T
         seeds: UInt[Array, " R"] = jax.lax.bitcast_convert_type(seeds, jnp.uint32)
@@ -160,7 +161,7 @@ class HeadProposer:
         has_feature = there & (last_known >= jnp.maximum(known_from, 0)[:, None])
         before = jnp.where(has_feature[..., None], before, 0)
         positions = jnp.where(there, position, self._scratch)
-        hidden, held = head_forward(self.model, params, own, before, tokens, positions, cache)
+        hidden, cache = head_forward(self.model, params, own, before, tokens, positions, DenseCache(*held))
         feature = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
 
         def one(carry: Any, number: Array) -> Any:
@@ -174,9 +175,9 @@ class HeadProposer:
             )
             return (feature, cache), token
 
-        assert isinstance(held, DenseCache)
-        (_, held), drafts = jax.lax.scan(one, (feature, held), jnp.arange(self._steps, dtype=jnp.int32))
-        return drafts.T, held
+        (_, cache), drafts = jax.lax.scan(one, (feature, cache), jnp.arange(self._steps, dtype=jnp.int32))
+        assert isinstance(cache, DenseCache)
+        return drafts.T, (cache.k, cache.v)
 
 
 def with_features(config: EngineConfig, head: DraftHead) -> EngineConfig:
