@@ -23,11 +23,13 @@ def load_with_progress(
     weights: str = "plain",
     generation_config: str = "auto",
     *,
+    offload: str | None = None,
     progress: Listener | None = None,
 ) -> LoadedModel:
     """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default.
 
     Args:
+        offload: budget of streamed weights, see ``OffloadBudget``; None: all weights are on the device.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
         generation_config: where the sampling defaults come from: "auto": the model's files; "none"; or a directory
             with a ``generation_config.json``.
@@ -35,11 +37,11 @@ def load_with_progress(
     Raises:
         UsageError: there is no such directory.
     """
-    import dataclasses
-
-    from jaxllm.hub.sampling_defaults import sampling_defaults_of
     from jaxllm.infer import load_model
     from jaxllm.infer.runner.serving_mesh import mesh_of
+    from jaxllm.infer.streaming.offload_budget import OffloadBudget
+    from jaxllm.infer.streaming.open_streamed import open_streamed
+    from jaxllm.infer.streaming.streamed_weights import StreamedWeights
     from jaxllm.quant import describe_packed
 
     if generation_config not in ("auto", "none") and not (Path(generation_config) / "generation_config.json").is_file():
@@ -48,13 +50,43 @@ def load_with_progress(
         )
     over = None if mesh is None else mesh_of(mesh)
     with _tensor_progress(name, progress) as tell:
-        loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
+        if offload is not None:
+            loaded = open_streamed(name, OffloadBudget.parse(offload), dtype=dtype, weights=weights, progress=tell)
+        else:
+            loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
+    if isinstance(loaded.params, StreamedWeights):
+        print(f"weights: {loaded.params}", file=sys.stderr, flush=True)
+        return loaded if generation_config == "auto" else _with_sampling(loaded, generation_config)
     for line in describe_packed(loaded.params):
         print(f"weights: {line}", file=sys.stderr, flush=True)
-    if generation_config == "auto":
-        return loaded
+    return loaded if generation_config == "auto" else _with_sampling(loaded, generation_config)
+
+
+def _with_sampling(loaded: LoadedModel, generation_config: str) -> LoadedModel:
+    import dataclasses
+
+    from jaxllm.hub.sampling_defaults import sampling_defaults_of
+
     own = {} if generation_config == "none" else sampling_defaults_of(Path(generation_config))
     return dataclasses.replace(loaded, sampling=own)
+
+
+def check_offload(offload: str | None, mesh: str | None) -> None:
+    """Checks ``--offload`` before a model is loaded.
+
+    Raises:
+        UsageError: it is not legal, or does not go with ``--mesh``.
+    """
+    from jaxllm.infer.streaming.offload_budget import OffloadBudget
+
+    if offload is None:
+        return
+    if mesh is not None:
+        raise UsageError("--offload is for one device; leave --mesh out.")
+    try:
+        OffloadBudget.parse(offload)
+    except ValueError as error:
+        raise UsageError(f"--offload: {error}") from None
 
 
 def check_speculation(speculate: str | None, tokens: int | None) -> None:

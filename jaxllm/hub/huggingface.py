@@ -367,8 +367,12 @@ def place_leaf(leaf: Any, sources: list[TensorSource], path: str) -> jax.Array:
             there = tuple(span[i] for span, i in zip(spans, here, strict=False))
             _read(by_place[there], index[depth:], path, value[here])
 
+        places = list(itertools.product(*(range(len(span)) for span in spans[:depth])))
+        if len(places) == 1:
+            read(places[0])
+            return value
         with ThreadPoolExecutor(READER_THREADS) as pool:
-            list(pool.map(read, itertools.product(*(range(len(span)) for span in spans[:depth]))))
+            list(pool.map(read, places))
         return value
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)

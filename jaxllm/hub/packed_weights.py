@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -56,6 +57,22 @@ def packed_leaf_paths(sources: Mapping[str, list[tuple[Any, TensorPart]]]) -> se
     if not kept:
         raise HubError("no weights of this model are quantised, so that none can stay packed; load it plain.")
     return kept
+
+
+@dataclass(frozen=True)
+class _InFormat:
+    """A tensor whose codes are in another format, that of all layers."""
+
+    stored: StoredCodes
+
+
+def in_common_formats(sources: list[tuple[Any, TensorPart]]) -> list[tuple[Any, TensorPart]]:
+    """Sources of a leaf that stays packed, in the one format that holds all of its layers, to be placed one by one."""
+    if not all(isinstance(tensor.stored, StoredCodes) for tensor, _ in sources):
+        return sources
+    whole = in_one_format([tensor.stored for tensor, _ in sources])
+    assert whole is not None
+    return [(_InFormat(stored), part) for stored, (_, part) in zip(whole, sources, strict=True)]
 
 
 def place_packed(leaf: Any, sources: list[tuple[Any, TensorPart]], path: str) -> PackedWeight:

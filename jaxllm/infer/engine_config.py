@@ -53,12 +53,18 @@ class EngineConfig:
             and the measured times of steps make worthwhile, or none; "fixed": as many as there are rows for.
         verify_tokens: most proposed tokens of a sequence that one step verifies; steps with prefill compute the logits
             of one row more than these. 0: none, or with ``speculate`` as many as ``DRAFT_TOKENS``.
+        draft_trees: drafts may be trees of up to ``verify_tokens`` tokens, and steps with prefill have a tree mask;
+            ``speculate`` sets it as its proposer needs. Their number is fixed.
+        draft_features: the hidden states of all tokens of a batch stay on the device, for a draft head; ``speculate``
+            sets it as its proposer needs.
         adapter_slots: LoRA adapters that can be on the device at a time, and so in one step; more wait on the host. 0:
             none, and programs are those of an engine that knows no adapters.
         adapter_rank: largest rank of an adapter.
         adapter_page_ranks: ranks of a page of the pool of adapters, to which an adapter's rank is rounded up. 16 is the
             least for the kernel of GPUs; on a CPU, the rank of the adapters costs least.
         adapter_pages: pages of the pool of adapters; None: as many as all slots take with the largest rank.
+        layer_window: with ``StreamedWeights``: layers that are on the device at a time, besides those that stay there
+            (``jaxllm.infer.streaming``); 0: all weights are on the device. A step decodes one token of a sequence.
     """
 
     max_sequences: int = 16
@@ -81,10 +87,13 @@ class EngineConfig:
     speculate: str | None = None
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
     verify_tokens: int = 0
+    draft_trees: bool = False
+    draft_features: bool = False
     adapter_slots: int = 0
     adapter_rank: int = 64
     adapter_page_ranks: int = 16
     adapter_pages: int | None = None
+    layer_window: int = 0
 
     def __post_init__(self) -> None:
         self._check_adapters()
@@ -147,6 +156,39 @@ class EngineConfig:
             )
         if self.batch_invariant:
             self._check_invariant()
+        if self.draft_trees:
+            self._check_trees()
+        if self.draft_features and (self.draft_trees or self.preemption == "swap"):
+            other = "draft_trees" if self.draft_trees else "preemption = 'swap'"
+            raise ValueError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
+        self._check_streamed()
+
+    def _check_streamed(self) -> None:
+        if self.layer_window < 0:
+            raise ValueError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
+        wrong = {
+            f"adapter_slots = {self.adapter_slots}": self.adapter_slots > 0,
+            f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
+            "draft_features (a draft head)": self.draft_features,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.layer_window):
+            raise ValueError(
+                f"engine: {name} does not go with layer_window = {self.layer_window}: leave one of them out."
+            )
+
+    def _check_trees(self) -> None:
+        """Checks what goes with trees of draft tokens."""
+        if not self.verify_tokens:
+            raise ValueError("engine: draft_trees without verify_tokens; give the most tokens of a tree.")
+        wrong = {
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}": bool(self.residual_window),
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(
+                f"engine: a tree of draft tokens (draft_trees, speculate = 'tree:...') does not go with {name}: its "
+                "branches share slots of the KV cache in no order of positions. Use draft:MODEL, or leave that out."
+            )
 
     @property
     def has_tiers(self) -> bool:
@@ -254,21 +296,24 @@ class EngineConfig:
         sizes = {self.max_batched_tokens}
         while min(sizes) > 64:
             sizes.add(max(16, -(-min(sizes) // 4)))
-        return tuple(sorted({*sizes, *self.verify_buckets}))
+        decode = self._sequence_counts if self.layer_window else ()
+        return tuple(sorted({*sizes, *self.verify_buckets, *decode}))
 
     @property
     def verify_buckets(self) -> tuple[int, ...]:
         """Token counts of steps in which a bucket of sequences verify their proposed tokens."""
         if not self.verify_tokens:
             return ()
-        sizes = (count * (1 + self.verify_tokens) for count in self.decode_buckets)
+        sizes = (count * (1 + self.verify_tokens) for count in self._sequence_counts)
         return tuple(size for size in sizes if size < self.max_batched_tokens)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Sequence counts that decode-only steps are compiled for and padded to."""
-        if self.batch_invariant:
-            return ()
+        return () if self.batch_invariant or self.layer_window else self._sequence_counts
+
+    @property
+    def _sequence_counts(self) -> tuple[int, ...]:
         sizes = [1]
         while sizes[-1] < self.max_sequences:
             sizes.append(min(2 * sizes[-1], self.max_sequences))

@@ -30,3 +30,17 @@ def hard_limit(config: DecoderConfig) -> tuple[int | None, str]:
             limits.append((scaling.original_length, what))
     known = [(most, what) for most, what in limits if most is not None]
     return min(known, default=(None, ""))
+
+
+def check_branches(config: DecoderConfig, tokens: int) -> None:
+    """Checks that a branch of so many draft tokens is within the model's sliding windows, as the tree mask needs.
+
+    Raises:
+        ValueError: names the window.
+    """
+    windows = [block.attention.window for block in config.blocks if block.attention.window is not None]
+    if min(windows, default=tokens + 1) <= tokens:
+        raise ValueError(
+            f"speculate: the model has a sliding window of {min(windows)} tokens, and a branch of a draft tree may "
+            f"have {tokens}; give a smaller tree, or draft:MODEL."
+        )

@@ -30,6 +30,7 @@ from jaxllm.infer.runner.serving_mesh import mesh_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.start_progress import Listener, shown_progress
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import has_unstacked_layers
 from jaxllm.models.packed_weight import has_packed
 from jaxllm.peft import Adapter, AdapterError, read_peft
@@ -142,6 +143,8 @@ class LLM:
                     model, dtype=dtype, mesh=over, progress=lambda _, done, total: tell("loading", done, total)
                 )
             self.loaded, self.tokenizer = model, model.tokenizer
+            if isinstance(model.params, StreamedWeights):
+                sizes, layers = replace(sizes, layer_window=model.params.placement.window), "given"
             if adapters and not sizes.adapter_slots:
                 sizes = replace(sizes, adapter_slots=min(len(adapters), DEFAULT_ADAPTER_SLOTS))
             own = _hash_of(self.loaded) if sizes.adapter_slots else ""

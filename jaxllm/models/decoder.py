@@ -193,20 +193,31 @@ class Block(nnx.Module):
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Output of the block and the updated attention context."""
-
-        def normed(norm: Norm, x: Array) -> Array:
-            with jax.named_scope("norm"):
-                return norm(x)
-
-        pre, post = self.norms != "post", self.norms != "pre"
-        (h,) = materialized(normed(self.attention_norm, x)) if pre else (x,)
-        with jax.named_scope("attention"):
-            attended, ctx = self.attention(h, positions, layer, ctx)
-        x = name_for_remat(x + (normed(self.attention_out_norm, attended) if post else attended), "residual")
-        (h,) = materialized(normed(self.mlp_norm, x)) if pre else (x,)
+        x, h, ctx = self.attend(x, positions, layer, ctx)
         with jax.named_scope(self.scope):
             out, ctx = self.mlp(h, layer, ctx)
-        return row_major(x + (normed(self.mlp_out_norm, out) if post else out)), ctx
+        return self.add(x, out), ctx
+
+    def attend(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], AttentionContext]:
+        """The residual stream after attention, the input of the feed-forward layer, and the attention context."""
+        pre, post = self.norms != "post", self.norms != "pre"
+        (h,) = materialized(_normed(self.attention_norm, x)) if pre else (x,)
+        with jax.named_scope("attention"):
+            attended, ctx = self.attention(h, positions, layer, ctx)
+        x = name_for_remat(x + (_normed(self.attention_out_norm, attended) if post else attended), "residual")
+        (h,) = materialized(_normed(self.mlp_norm, x)) if pre else (x,)
+        return x, h, ctx
+
+    def add(self, x: Float[Array, "B S D"], out: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """The residual stream after the feed-forward layer, whose output is ``out``."""
+        return row_major(x + (_normed(self.mlp_out_norm, out) if self.norms != "pre" else out))
+
+
+def _normed(norm: Norm, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    with jax.named_scope("norm"):
+        return norm(x)
 
 
 class Embedding(nnx.Module):

@@ -253,20 +253,29 @@ class Functional:
         Args:
             wrap: replaces the weights of matmuls, for remat policies; None: none.
         """
+        with sharding.use_rules(self.rules), jax.named_scope("layers"):
+            for b in range(len(self._modules["segments"][s])):
+                x, ctx = self.block(s, b, params[str(b)], first + b, wrap)(x, positions, first + b, ctx)
+        return x, ctx
+
+    def block(self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None = None) -> Block:
+        """Block ``b`` of a repeat of segment ``s`` with its parameters, to be called under the model's rules.
+
+        Args:
+            params: its parameters, not stacked.
+            layer: its number in the model.
+            wrap: see ``group``.
+        """
         kind: MatmulPrecision = self.config.matmul_precision
 
-        def weight(value: Array | Weight, matmul: int, layer: LayerIndex) -> Array | Weight:
+        def weight(value: Array | Weight, matmul: int) -> Array | Weight:
             if kind != "plain" and isinstance(value, jax.Array):
                 key = rounding_key(layer, matmul) if kind == "mxfp4" else None
                 value = LowPrecisionWeight(value, kind, key=key)
             return value if wrap is None else wrap(value)
 
-        with sharding.use_rules(self.rules), jax.named_scope("layers"):
-            for b, (graphdef, _) in enumerate(self._modules["segments"][s]):
-                own = jax.tree.map(on_device, params[str(b)])
-                own = map_weights(own, self._modules["linears"][s][b], functools.partial(weight, layer=first + b))
-                x, ctx = nnx.merge(graphdef, own)(x, positions, first + b, ctx)
-        return x, ctx
+        own = map_weights(jax.tree.map(on_device, params), self._modules["linears"][s][b], weight)
+        return nnx.merge(self._modules["segments"][s][b][0], own)
 
     def init_amax_history(self) -> dict[str, dict[str, Float[Array, "L P 3 H"]]]:
         """Empty amax history of "fp8_delayed" of every matmul with a weight of a block, by segment and block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,25 +29,44 @@ def pack_params(model: Functional, params: Any, name: str) -> Any:
     Raises:
         ValueError: an unknown format, or a matrix does not fit it; names both.
     """
+    make = _row(name)
+    return pack_vocabulary(model, model.map_matrices(params, functools.partial(_pack, make)))
+
+
+def pack_vocabulary(model: Functional, params: Any) -> Any:
+    """Parameters with embedding and head in ``VOCABULARY_FORMAT``; those of blocks need not be there."""
+    for where, matrix in model.vocabulary:
+        values, scales = _packed_rows(VOCABULARY_FORMAT, params[where][matrix])
+        weight = PackedWeight(values, scales, VOCABULARY_FORMAT)
+        params = params | {where: params[where] | {matrix: weight}}
+    return params
+
+
+def pack_repeat(model: Functional, segment: int, params: Any, name: str) -> Any:
+    """Parameters of one repeat of a segment with every matrix packed, see ``pack_params``."""
+    make, axes = _row(name), dict[str, int]()
+    model.map_matrices(model.abstract(), lambda path, _, axis: axes.setdefault(path, axis))
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        whole = f"segments/{segment}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        return _pack(make, whole, leaf, axes[whole]) if whole in axes else leaf
+
+    return jax.tree.map_with_path(one, params)
+
+
+def _row(name: str) -> Callable[[int], WeightFormat]:
     if name not in WEIGHT_FORMATS:
         known = ", ".join(WEIGHT_FORMATS)
         raise ValueError(f"weight format {name!r}: give one of {known}.{closest(name, WEIGHT_FORMATS)}")
-    make = WEIGHT_FORMATS[name]
+    return WEIGHT_FORMATS[name]
 
-    def pack(path: str, weight: Any, axis: int) -> PackedWeight:
-        form = make(axis)
-        try:
-            return packed_weight(form, weight)
-        except ValueError as error:
-            reason = str(error).partition("\n")[0]  # jax appends a note on its traceback
-            raise ValueError(f"{path}: {reason}") from error
 
-    packed = model.map_matrices(params, pack)
-    for where, matrix in model.vocabulary:
-        values, scales = _packed_rows(VOCABULARY_FORMAT, packed[where][matrix])
-        weight = PackedWeight(values, scales, VOCABULARY_FORMAT)
-        packed = packed | {where: packed[where] | {matrix: weight}}
-    return packed
+def _pack(make: Callable[[int], WeightFormat], path: str, weight: Any, axis: int) -> PackedWeight:
+    try:
+        return packed_weight(make(axis), weight)
+    except ValueError as error:
+        reason = str(error).partition("\n")[0]  # jax appends a note on its traceback
+        raise ValueError(f"{path}: {reason}") from error
 
 
 def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:

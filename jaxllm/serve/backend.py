@@ -16,6 +16,7 @@ from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.scoring.text_scorer import TextScorer
 from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
@@ -152,6 +153,8 @@ class EngineBackend:
         """
         if spans_processes(self._engine.runner.mesh):
             raise ApiError(400, "this server runs over several processes, which serve completions and no embeddings.")
+        if isinstance(self._engine.runner, StreamedRunner):
+            raise ApiError(400, "this server streams its weights (--offload), for completions and not for embeddings.")
         return self._embedder(ids, pooling)
 
     def load(self) -> EngineLoad:
@@ -171,6 +174,8 @@ class EngineBackend:
                 "adapters_on_host": slots.on_host,
                 "adapters_on_device": slots.resident,
             }
+        if isinstance(self._engine.runner, StreamedRunner):
+            counters |= self._engine.runner.counters()
         if (beside := self._engine.side_work) is not None:
             counters |= beside.counters()
         if speculates := self._engine.config.verify_tokens > 0:

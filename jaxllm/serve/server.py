@@ -162,6 +162,10 @@ def text_scorer(llm: LLM, embedder: Embedder, pooling: Pooling | None) -> TextSc
         if pooling is not None:
             raise DistributedError("several processes serve completions, and no pooled hidden states: use one process.")
         return None
+    if llm.engine.config.layer_window:
+        if pooling is not None:
+            raise ValueError("--pooling scores texts by all weights, which --offload streams: leave one of them out.")
+        return None
     if pooling is not None:
         return EmbeddingScorer(loaded.tokenizer, functools.partial(embedder, pooling=pooling), most)
     if (token := reward_token_of(loaded.meta)) is not None:

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention
+from pallas_kernels.paged_attention.tree_mask import TreeMask
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
 
@@ -66,6 +67,7 @@ def paged_attention(
     retention: Retention | None = None,
     residual: Residual | None = None,
     scores: Float[Array, "T K"] | None = None,
+    tree: TreeMask | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
     """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
@@ -99,6 +101,8 @@ def paged_attention(
             None: every token is kept.
         residual: ring buffers of the requests' latest tokens, where the pool's format encodes whole pages; else None.
         scores: with a retention rule that chooses by scores: those that the tokens' entries begin with; None: zeros.
+        tree: tree mask: which slots of the step's draft trees a token does not see; None: causal attention alone. A
+            sliding window is by positions, and at least as long as the deepest branch.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -106,7 +110,8 @@ def paged_attention(
         float32.
 
     Raises:
-        ValueError: the shapes do not match, or a window or soft cap is not positive.
+        ValueError: the shapes do not match, or a window or soft cap is not positive, or a tree mask comes with a
+            retention rule or ring buffers.
         NotImplementedError: the implementation does not support these arguments.
     """
     _check(q, k, v, pool, page_table, cu_q_lens, kv_lens, sinks)
@@ -119,6 +124,8 @@ def paged_attention(
             "paged_attention: ring buffers belong to a pool whose pages are encoded as a whole, without a retention "
             "rule; see PagePool.zeros."
         )
+    if tree is not None:
+        _check_tree(tree, q, kv_lens, decode_only=decode_only, alone=retention is None and residual is None)
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"paged_attention: {name} = {value}; give a positive number, or None for none.")
@@ -138,11 +145,12 @@ def paged_attention(
         sinks,
         columns,
         rings,
+        None if tree is None else TreeMask(*(x.astype(jnp.int32) for x in tree)),
         *ints,
     )
     axes = varying_axes(*jax.tree.leaves(arrays))
     widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
-    q, new, slots, sinks, columns, rings, layer, *ragged = widened
+    q, new, slots, sinks, columns, rings, tree, layer, *ragged = widened
     out, slots = dispatch(
         "paged_attention",
         IMPLEMENTATIONS,
@@ -160,8 +168,21 @@ def paged_attention(
         decode_only=decode_only,
         retention=None if retention is None else Retention(retention.rule, columns),
         residual=rings,
+        tree=tree,
     )
     return out, PagePool(slots.data, pool.format, *slots[1:])
+
+
+def _check_tree(tree: TreeMask, q: Array, kv_lens: Array, *, decode_only: bool, alone: bool) -> None:
+    if not alone:
+        raise ValueError("paged_attention: a tree mask does not go with a retention rule, nor with ring buffers.")
+    if decode_only:
+        raise ValueError("paged_attention: a tree mask is for steps with prefill; decode_only promises single tokens.")
+    if tree.hidden.shape[0] != q.shape[0] or not tree.words or tree.first.shape != kv_lens.shape:
+        raise ValueError(
+            f"paged_attention: a tree mask of {list(tree.hidden.shape)} words and {list(tree.first.shape)} slots for "
+            f"{q.shape[0]} tokens of {kv_lens.shape[0]} requests; give words of each token and a slot of each request."
+        )
 
 
 def _check(

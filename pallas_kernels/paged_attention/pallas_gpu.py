@@ -35,6 +35,7 @@ from pallas_kernels.paged_attention import config
 from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
+from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
 
 MIN_DOT_DIM = 16
 """Smallest dimension of a Triton dot."""
@@ -53,6 +54,7 @@ def paged_attention_pallas_gpu(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
+    tree: TreeMask | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on GPUs: (output, pages); see ``paged_attention``.
 
@@ -69,6 +71,8 @@ def paged_attention_pallas_gpu(
     operands = {"q": q, "new": new.data, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
     blocks = ragged.blocks(q.shape[0], plan.tokens)
     operands |= {"request": blocks.request, "first": blocks.first, "count": blocks.tokens, "layer": layer[None]}
+    if tree is not None:
+        operands |= {"hidden": tree.hidden, "behind": tree.behind, "tree": tree.first}
     if sinks is not None:
         operands["sinks"] = sinks.astype(jnp.float32)
     if new.scales is not None:
@@ -216,8 +220,13 @@ class _Program(NamedTuple):
         begin_batch = self.refs["starts"][self.request]
         position = self.start + self.first - begin_batch  # position of the block's first token
         end = jnp.where(self.count > 0, position + self.count, 0)
-        begin = jnp.int32(0) if options.window is None else jnp.maximum(position - options.window + 1, 0)
         at = (self.start + self.token - begin_batch)[:, None]
+        least, branch, own_place, words = position, position, at, list[Array]()
+        if "tree" in self.refs:
+            branch = self.refs["tree"][self.request]
+            words = [self._of_token("hidden", i)[:, None] for i in range(self.refs["hidden"].shape[1])]
+            least, own_place = jnp.minimum(position, branch), at - self._of_token("behind")[:, None]
+        begin = jnp.int32(0) if options.window is None else jnp.maximum(least - options.window + 1, 0)
         q = [self._load("q", (self.token, self.head), piece, self.real) for piece in plan.key_pieces]
         m, value_pieces = plan.tokens * plan.heads, pieces(plan.format.value_dim)
 
@@ -237,8 +246,10 @@ class _Program(NamedTuple):
                 keys = [slots(0, piece) for piece in plan.key_pieces]
                 products = functools.reduce(jnp.add, (dot(a, b, (1, 1)) for a, b in zip(q, keys, strict=True)))
                 seen = (there & (kv_pos >= begin))[None] & (kv_pos[None] <= at)
+                if words:
+                    seen = seen & jnp.logical_not(hides(words, (kv_pos - branch)[None]))
                 if options.window is not None:
-                    seen = seen & (kv_pos[None] > at - options.window)
+                    seen = seen & (kv_pos[None] > own_place - options.window)
                 scores, _ = blockwise.masked_scores(products, seen, options)
                 top, total, weights, keep = blockwise.online_softmax_step(top, total, scores, axis=1)
                 weights = weights.astype(q[0].dtype)
@@ -287,6 +298,11 @@ class _Program(NamedTuple):
         shape = next(x.shape[0] for x in index if jnp.ndim(x)), piece[1]
         rows = (jnp.broadcast_to(x[:, None] if jnp.ndim(x) else x, shape) for x in index)
         return self.refs[name].at[(*rows, piece[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 1))]
+
+    def _of_token(self, name: str, *number: int) -> Array:
+        """Integer of each row's token."""
+        rest = (jnp.full(self.token.shape, i, jnp.int32) for i in number)
+        return plgpu.load(self.refs[name].at[(self.token, *rest)], mask=self.real, other=0)
 
     def _load(self, name: str, index: tuple[Any, ...], piece: tuple[int, int], mask: Array) -> Array:
         mask = jnp.broadcast_to(mask[:, None], (mask.shape[0], piece[1]))

@@ -36,6 +36,7 @@ from pallas_kernels.paged_attention import config
 from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
+from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
 
 LANES = 128
 MAX_UNROLLED = 2**17
@@ -57,6 +58,7 @@ def paged_attention_pallas_tpu(
     window: int | None,
     softcap: float | None,
     decode_only: bool,
+    tree: TreeMask | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on TPUs: (output, pages); see ``paged_attention``.
 
@@ -89,7 +91,9 @@ def paged_attention_pallas_tpu(
     operands["row_token"] = jnp.repeat(jnp.arange(plan.tokens, dtype=jnp.int32), plan.group)[:, None]
     if sinks is not None:
         operands["sink"] = jnp.tile(sinks.astype(jnp.float32).reshape(format.kv_heads, -1), (1, plan.tokens))[..., None]
-    out, pool = plan.call(operands, pool, layer, ragged, blocks)
+    if tree is not None:
+        operands["hidden"] = plan.hidden(tree, blocks)
+    out, pool = plan.call(operands, pool, layer, ragged, blocks, None if tree is None else tree.first)
     return plan.values(out, ragged, q.shape[0]), pool
 
 
@@ -183,6 +187,12 @@ class _Plan(NamedTuple):
         slots = new[jnp.clip(blocks.first[:, None] + place, 0, new.shape[0] - 1)]
         return jnp.where(inside[:, :, None, None], slots, 0).swapaxes(1, 2)
 
+    def hidden(self, tree: TreeMask, blocks: TokenBlocks) -> Int[Array, "I M E1"]:
+        """Words of the tree mask for each row of a block, and after them how far its position is behind its slot."""
+        each = jnp.concatenate([tree.hidden, tree.behind[:, None]], axis=1)
+        each = each[jnp.clip(blocks.first[:, None] + jnp.arange(self.tokens), 0, each.shape[0] - 1)]
+        return jnp.repeat(each, self.group, axis=1)
+
     def values(self, out: Float[Array, "I K M V2"], ragged: RaggedBatch, t: int) -> Float[Array, "T N V"]:
         """Attention output in the order of the flat batch."""
         tokens = ragged.tokens(t)
@@ -193,13 +203,27 @@ class _Plan(NamedTuple):
         return jnp.where(tokens.real[:, None, None], out.reshape(t, -1, self.format.value_dim), 0)
 
     def call(
-        self, operands: dict[str, Array], pool: Slots, layer: Array, ragged: RaggedBatch, blocks: TokenBlocks
+        self,
+        operands: dict[str, Array],
+        pool: Slots,
+        layer: Array,
+        ragged: RaggedBatch,
+        blocks: TokenBlocks,
+        first: Int[Array, " R"] | None,
     ) -> tuple[Float[Array, "I K M V2"], Slots]:
-        """Runs the kernel at every block, for the kv heads of every core."""
+        """Runs the kernel at every block, for the kv heads of every core; ``first`` as in ``TreeMask``."""
         updated = [x for x in (pool.data, pool.scales) if x is not None]
         columns, numbers = ragged.page_table.shape[1], pool.data.shape[1]
         table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # unused entries may be anything
-        scalars = (layer[None], table, blocks.request * columns, blocks.tokens, blocks.position)
+        scalars = {
+            "layer": layer[None],
+            "table": table,
+            "row": blocks.request * columns,
+            "tokens": blocks.tokens,
+            "position": blocks.position,
+        }
+        if first is not None:
+            scalars["first"] = first[blocks.request]
         width = self.value_lanes.stop - self.value_lanes.start
         dtype = pool.data.dtype
         scratch = {
@@ -218,7 +242,7 @@ class _Plan(NamedTuple):
             scratch["scale_tiles"] = pltpu.VMEM((self.own_pages, *page), jnp.float32)
             results.append("scales")
         unused = [f"_{name}" for name in results]
-        names = ("layer", "table", "row", "tokens", "position", *operands, *unused, "out", *results, *scratch)
+        names = (*scalars, *operands, *unused, "out", *results, *scratch)
 
         def body(*refs: Any) -> None:
             _Step(self, dict(zip(names, refs, strict=True))).run()
@@ -245,7 +269,7 @@ class _Plan(NamedTuple):
             interpret=interpret_tpu(),
             name="paged_attention_decode" if self.tokens == 1 else "paged_attention",
         )
-        out, *written = call(*scalars, *operands.values(), *updated)
+        out, *written = call(*scalars.values(), *operands.values(), *updated)
         return out, Slots(*written)
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -253,6 +277,8 @@ class _Plan(NamedTuple):
             return pl.BlockSpec(shape, lambda core, i, *_: (0, 0))
         if name == "sink":
             return pl.BlockSpec((self.heads, *shape[1:]), lambda core, i, *_: (core, 0, 0))
+        if name == "hidden":
+            return pl.BlockSpec((None, *shape[1:]), lambda core, i, *_: (i, 0, 0))
         rest = (0,) * (len(shape) - 2)
         return pl.BlockSpec((None, self.heads, *shape[2:]), lambda core, i, *_: (i, core, *rest))
 
@@ -264,6 +290,7 @@ class _Step:
         plan: block sizes.
         refs: refs by name.
         tokens, position: number of tokens of the block, and position of its first token.
+        first: slot of the tree's first token; without a tree the block's.
         begin: first visible position (sliding window).
         scaled: whether the pages are quantised.
     """
@@ -273,7 +300,9 @@ class _Step:
         self.plan, self.refs = plan, refs
         self.layer, self.row = refs["layer"][0], refs["row"][block]
         self.tokens, self.position = refs["tokens"][block], refs["position"][block]
-        self.begin = 0 if window is None else jnp.maximum(self.position - window + 1, 0)
+        self.first = refs["first"][block] if "first" in refs else self.position
+        least = jnp.minimum(self.position, self.first)
+        self.begin = 0 if window is None else jnp.maximum(least - window + 1, 0)
         self.head = pl.program_id(0) * plan.heads
         self.scaled = "scales" in refs
 
@@ -374,6 +403,10 @@ class _Step:
         count = plan.own_slots if isinstance(start, jax.Array) else plan.pages * plan.page_size
         at = at + jax.lax.broadcasted_iota(jnp.int32, (1, count), 1)
         seen = (at >= start) & (at < stop) & (at <= place)
+        if "hidden" in refs:
+            *words, behind = (refs["hidden"][:m, i : i + 1] for i in range(refs["hidden"].shape[1]))
+            seen = seen & jnp.logical_not(hides(words, at - self.first))
+            place = place - behind
         if window is not None:
             seen = seen & (at > place - window)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep, in_full_precision
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes, write_retained
+from pallas_kernels.paged_attention.tree_mask import BITS, TreeMask
 
 
 def write(
@@ -51,6 +52,7 @@ def paged_attention_reference(
     decode_only: bool,
     retention: Retention | None = None,
     residual: Residual | None = None,
+    tree: TreeMask | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Reference paged attention: (output, pages); materialises every token's scores, in at least float32.
 
@@ -73,8 +75,12 @@ def paged_attention_reference(
         at = jnp.arange(held.shape[1])[None, :, None]
         used = at < ragged.kv_lens[:, None, None]
         if window is not None:
-            used &= at > (ragged.kv_lens - ragged.lengths)[:, None, None] - window
+            first = ragged.kv_lens - ragged.lengths if tree is None else _first_position(ragged, tree)
+            used &= at > first[:, None, None] - window
         visible = at <= position
+        if tree is not None:
+            visible &= ~_hidden(tree, tokens, held.shape[1])[..., None]
+            position = position - tree.behind[:, None, None]
     else:
         at = pool.positions[layer, jnp.clip(ragged.page_table, 0, pages - 1), :, 0]  # R J K C
         at = at.swapaxes(2, 3).reshape(ragged.requests, -1, kv)
@@ -113,6 +119,20 @@ def paged_attention_reference(
     out = jnp.einsum("tkgs,tskv->tkgv", weights, format.values(held))
     out = jnp.where(tokens.real[:, None, None], out.reshape(t, n, -1), 0.0)
     return out.astype(q.dtype), pool
+
+
+def _first_position(ragged: RaggedBatch, tree: TreeMask) -> Int[Array, " R"]:
+    """Least position of each request's tokens of this step; every token of a tree is behind those before it."""
+    return jnp.minimum(ragged.kv_lens - ragged.lengths, tree.first)
+
+
+def _hidden(tree: TreeMask, tokens: TokenRows, slots: int) -> Bool[Array, "T S"]:
+    """Slots of its request that are hidden from each token."""
+    at = jnp.arange(slots, dtype=jnp.int32) - tree.first[tokens.request][:, None]
+    inside = (at >= 0) & (at < tree.words * BITS)
+    at = jnp.clip(at, 0, tree.words * BITS - 1)
+    words = jnp.take_along_axis(tree.hidden, at // BITS, axis=1)
+    return inside & (jax.lax.shift_right_logical(words, at % BITS) & 1 != 0)
 
 
 def _collect(

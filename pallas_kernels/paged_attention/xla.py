@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes
+from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
 
 BLOCK_TOKENS = 64
 """Most tokens of a block."""
@@ -58,6 +59,7 @@ class _Problem(NamedTuple):
     softcap: float | None
     retention: Retention | None
     residual: ResidualStep | None
+    tree: TreeMask | None
     heads: int
 
 
@@ -76,6 +78,7 @@ def paged_attention_xla(
     decode_only: bool,
     retention: Retention | None = None,
     residual: Residual | None = None,
+    tree: TreeMask | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention in plain JAX: (output, pages); see ``paged_attention``."""
     t, n, _ = q.shape
@@ -85,8 +88,10 @@ def paged_attention_xla(
     else:
         with jax.named_scope("kv_write"):
             pool = step.encode_pages(pool, layer, ragged)
-    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention, step, n)
     size = min(BLOCK_TOKENS, t)
+    if tree is not None:
+        tree = tree._replace(hidden=jnp.pad(tree.hidden, ((0, size), (0, 0))))
+    problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention, step, tree, n)
     # A block at the end of the batch may reach beyond it. The output is made from q to vary over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
     out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, format.value_dim))
@@ -188,7 +193,14 @@ def _block(
         q = jnp.pad(q, ((0, 0), (0, 0), (0, form.width - form.key_dim)))
     position = jnp.tile(block.position + jnp.arange(size), m // size)[:, None]  # M 1
     reach = block.position + block.tokens
-    begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(block.position - problem.window + 1, 0)
+    first, hidden = block.position, None
+    if (tree := problem.tree) is not None:
+        first = jnp.minimum(first, tree.first[block.request])
+        own = jax.lax.dynamic_slice_in_dim(tree.hidden, block.first, size)
+        words = [jnp.tile(own[:, i], m // size)[:, None] for i in range(tree.words)]
+        hidden = functools.partial(hides, words)
+        behind = jnp.tile(tree._replace(hidden=own).behind, m // size)[:, None]
+    begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(first - problem.window + 1, 0)
     if (retention := problem.retention) is not None:  # slots are not in the order of positions: all are looked at
         begin, reach = jnp.zeros_like(reach), retention.columns[block.request] * problem.pool.data.shape[3]
     encoded: Any = None
@@ -203,6 +215,8 @@ def _block(
         held, stored = _read(problem, block.request, first, pages, begin, reach, dtype)
         at = first * page_size + jnp.arange(pages * page_size) if stored is None else stored[:, None]
         seen = at <= position if encoded is None else (at <= position) & (at < encoded)
+        if hidden is not None and tree is not None:
+            seen &= ~hidden((at - tree.first[block.request]).astype(jnp.int32)[None])
         return update(state, held, at, seen)
 
     def in_full_precision(held: Array, at: Array, state: Any) -> Any:
@@ -217,7 +231,7 @@ def _block(
         if problem.softcap is not None:
             scores = problem.softcap * jnp.tanh(scores / problem.softcap)
         if problem.window is not None:
-            seen &= at > position - problem.window
+            seen &= at > (position if hidden is None else position - behind) - problem.window
         if retention is not None:
             seen &= (at >= 0) & retention.rule.keep(at, position)
         scores = jnp.where(seen, scores, lowest)

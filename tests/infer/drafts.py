@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxllm.data.batch import Batch
+from jaxllm.infer.speculate.draft_head import DraftHead, new_head
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
 from jaxllm.models import functional
 from jaxllm.peft import AdapterConfig
 from jaxllm.peft.low_rank_factors import LowRank
 from jaxllm.posttrain.frozen.draft_training import new_draft
+from jaxllm.posttrain.frozen.head_training import head_step
 from sharding import MeshSpec
 from tests.infer import engines
 
@@ -25,6 +31,27 @@ def one_device() -> Any:
 def layers_of(model: str) -> list[int]:
     """The first and the last layer."""
     return [0, engines.model_of(model, "float64").layers - 1]
+
+
+def drawn_head(model: str, fusion: str, rng: np.random.Generator) -> DraftHead:
+    """A draft head whose weights are far from those before training."""
+    whole, params = functional(engines.model_of(model, "float64")), engines.params_of(model, "float64")
+    head = new_head(whole, params, fusion, np.float64)
+    return DraftHead(fusion, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), head.weights))
+
+
+def learned_head(fusion: str, steps: int, seed: int) -> tuple[DraftHead, list[dict[str, float]]]:
+    """A head of a tiny model after some steps on random text, never the same twice; its metrics."""
+    model, params = functional(engines.model_of("llama", "float32")), engines.params_of("llama", "float32")
+    head, rule, rng = new_head(model, params, fusion), optax.adam(1e-2), np.random.default_rng(seed)
+    step, values, metrics = jax.jit(head_step(model, head, rule, 0.1, 0.1, seed)), head.weights, []
+    state, positions = rule.init(values), np.tile(np.arange(32, dtype=np.int32), (32, 1))
+    for _ in range(steps):
+        rows = rng.integers(0, engines.VOCAB, (32, 32)).astype(np.int32)
+        batch = jax.tree.map(jnp.asarray, Batch(rows, rows, np.ones_like(rows), positions))
+        values, state, found = step(values, state, params, batch)
+        metrics.append({name: float(value) for name, value in found.items()})
+    return dataclasses.replace(head, weights=values), metrics
 
 
 def trained_draft(model: str, masks: int, rng: np.random.Generator) -> TrainedDraft:

@@ -16,9 +16,14 @@ import pytest
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.engine.page_allocator import NO_PAGE
 from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.speculate.draft_head import DraftHead
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
+from jaxllm.infer.speculate.head_draft import HeadProposer
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
+from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
+from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.models import (
     AttentionConfig,
     BlockConfig,
@@ -147,10 +152,20 @@ def params_of(name: str, dtype: str, seed: int = 4) -> Any:
 
 
 def build(
-    config: EngineConfig, model: str = "llama", dtype: str = "float32", *, apart: bool = False, **fields: Any
+    config: EngineConfig,
+    model: str = "llama",
+    dtype: str = "float32",
+    *,
+    apart: bool = False,
+    placement: WeightPlacement | None = None,
+    **fields: Any,
 ) -> Engine:
-    """An engine whose programs compile fast."""
+    """An engine whose programs compile fast; with ``placement`` its weights are streamed."""
     params = unstack_layers(params_of(model, dtype)) if apart else params_of(model, dtype)
+    if placement is not None:
+        ends = {name: value for name, value in params.items() if name != "segments"}
+        params = StreamedWeights.of(functional(model_of(model, dtype)), ends, LoadedLayers(params), placement, [model])
+        config = replace(config, layer_window=placement.window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return Engine.of(functional(model_of(model, dtype)), params, config, strict=True, **fields)
@@ -170,6 +185,24 @@ def self_draft(engine: Engine, kept: int | TrainedDraft) -> SelfDraftProposer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
         return SelfDraftProposer(kept, _served(engine))
+
+
+def head_draft(engine: Engine, head: DraftHead) -> HeadProposer:
+    """Drafts of a draft head for an engine that keeps features."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        proposer = HeadProposer(head, _served(engine))
+        proposer.attach(engine.runner)
+        return proposer
+
+
+def tree_draft(engine: Engine, config: DecoderConfig, params: Any) -> TreeDraftProposer:
+    """Draft trees of a draft model for an engine, whose programs compile fast."""
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        draft = functional(replace(config, dtype=dtype, param_dtype=dtype))
+        return TreeDraftProposer(draft, params, _served(engine))
 
 
 def _served(engine: Engine) -> ServedModel:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.infer import Request
 from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.speculate.draft_tree import DraftTree
 
 Mode = Literal["all", "some", "none", "silent"]
 
@@ -34,8 +35,7 @@ class OracleProposer:
         assert sequence.pending == 0, "its last token is not known"
         if self.mode == "silent":
             return []
-        at = sequence.length - len(sequence.request.prompt)
-        true = self.known[self._key(sequence)][at : at + count]
+        true = self.tokens_after(sequence, count)
         if self.mode == "all":
             return true
         wrong = [(token + 1 + int(self.rng.integers(self.vocab - 1))) % self.vocab for token in true]
@@ -44,5 +44,31 @@ class OracleProposer:
         right = int(self.rng.integers(len(true) + 1))
         return [*true[:right], *wrong[right:]][: int(self.rng.integers(count + 1))]
 
+    def tokens_after(self, sequence: Sequence, count: int) -> list[int]:
+        """What plain decoding made after a sequence."""
+        at = sequence.length - len(sequence.request.prompt)
+        return self.known[self._key(sequence)][at : at + count]
+
     def _key(self, sequence: Sequence) -> tuple[tuple[int, ...], int, int]:
         return tuple(sequence.request.prompt), sequence.request.seed, sequence.number
+
+
+class OracleTreeProposer(OracleProposer):
+    """Proposes trees at random, with tokens of plain decoding on some of their branches, and wrong ones on others."""
+
+    def propose(self, sequence: Sequence, count: int) -> list[int] | DraftTree:
+        if self.mode != "some":
+            return super().propose(sequence, count)
+        true, rng = self.tokens_after(sequence, count), self.rng
+        tokens, parents, right = list[int](), list[int](), {-1: 0}
+        for number in range(int(rng.integers(count + 1))):
+            parent = int(rng.integers(-1, number)) if rng.random() < 0.5 else max(right)
+            depth = right.get(parent, len(true))
+            token = int(rng.integers(self.vocab))
+            if depth < len(true) and rng.random() < 0.7:
+                token = true[depth]
+            if depth < len(true) and token == true[depth]:
+                right[number] = depth + 1
+            tokens.append(token)
+            parents.append(parent)
+        return DraftTree(tuple(tokens), tuple(parents))

@@ -62,6 +62,26 @@ def test_generate_writes_with_a_model_from_elsewhere(tmp_path: Path, capsys: pyt
     assert "no chat template" in capsys.readouterr().err
 
 
+@pytest.mark.drawn(0.3)
+def test_a_streamed_model_writes_the_same(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """From its files, layer by layer; with layers in files of the cache, plain and in int8."""
+    model = save(tmp_path / "model", intermediate_size=32)
+    command = ["generate", model, "--prompt", "Hello", "--max-tokens", "6", "--temperature", "0"]
+    for weights in ([], ["--weights", "int8"]):
+        said = []
+        for offload in ([], ["--offload", "window=1"], ["--offload", f"device=5KiB,disk={tmp_path / 'layers'}"]):
+            assert cli.main([*command, *weights, *offload]) == 0
+            said.append(capsys.readouterr().out)
+        assert said[0].startswith("Hello")
+        assert said == [said[0]] * 3
+    assert len(list((tmp_path / "layers").iterdir())) == 2
+    for wrong in ("window=0", "host=4GiB", "disc=/tmp", "window=2,window=3"):
+        assert cli.main([*command, "--offload", wrong]) == 2
+        assert "--offload" in capsys.readouterr().err
+    assert cli.main([*command, "--offload", "window=2", "--mesh", "tensor=1"]) == 2
+    assert "leave --mesh out" in capsys.readouterr().err
+
+
 def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="272 tokens, but the model's embedding has 100 rows"):
         load_model(save(tmp_path / "model", vocab_size=100))

@@ -122,21 +122,22 @@ def test_ngrams_are_plain_decoding_in_fewer_steps(verifying, rng, float64):
     engine, oracle = verifying
     requests = asked(rng, engine.config, 3)
     loop = SamplingParams(max_tokens=40, temperature=0.0, seed=1, logit_bias={7: 9.0, 8: 9.0})
-    requests += [{"prompt": [7, 8, 7, 8, 9], "params": loop, "cancel": None}]
+    alone = [{"prompt": [7, 8, 7, 8, 9], "params": loop, "cancel": None}]
     oracle.mode = "silent"
-    steps = [engine.metrics.steps]
-    want = engines.serve(engine, requests)
-    steps.append(engine.metrics.steps)
+    want, before = engines.serve(engine, [*requests, *alone]), engine.metrics.steps
+    engines.serve(engine, alone)
+    plain = engine.metrics.steps - before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.scheduler, "proposer", NgramProposer())
-        patch.setattr(engine, "metrics", EngineMetrics(steps=steps[1]))
-        got = engines.serve(engine, requests)
-        metrics = engine.metrics
+        patch.setattr(engine, "metrics", EngineMetrics())
+        got, metrics = engines.serve(engine, [*requests, *alone]), engine.metrics
+        accepted, steps = metrics.accepted_tokens, metrics.steps
+        engines.serve(engine, alone)
+        assert metrics.steps - steps < plain - 10  # among others, refused drafts may cost preemptions
     equal(got, want)
     assert engines.error("llama", "float64", got[:3]) <= 1e-10
-    assert metrics.steps - steps[1] < steps[1] - steps[0]
     assert 0 < metrics.drafts <= metrics.proposed_tokens
-    assert metrics.accepted_tokens == sum(metrics.accepted_by_position) >= 10
+    assert metrics.accepted_tokens == sum(metrics.accepted_by_position) > accepted >= 10
     assert metrics.accepted_by_position == sorted(metrics.accepted_by_position, reverse=True)
 
 
@@ -221,14 +222,14 @@ def test_cancelled_and_replaced_weights_in_flight(verifying, rng, float64):
     check_cancelled_in_flight(*verifying, rng)
 
 
-def writer(verify_tokens: int = 0, **fields: Any) -> Engine:
+def writer(verify_tokens: int = 0, *, draft_trees: bool = False, **fields: Any) -> Engine:
     """An engine whose tokens are bytes."""
     tokenizer = ByteTokenizer()
     config = tiny.decoder(dtype="float64", vocab_size=tokenizer.vocab_size, layers=1)
     params = jax.device_put(jax.tree.map(np.asarray, quick.params(config, seed=1, scale=0.5)))
     sizes = EngineConfig(
         max_sequences=4, max_batched_tokens=16, max_len=64, pages=40, page_size=8, buckets=(16,), decode_steps=1,
-        samplers=("full",), verify_tokens=verify_tokens,
+        samplers=("full",), verify_tokens=verify_tokens, draft_trees=draft_trees,
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention import PageFormat, PagePool, TreeMask, paged_attention
 from sharding.isolate import run_isolated
 from sharding.topology import Topology
 
@@ -44,6 +44,7 @@ class Shape:
     multiple: int = 128
     dtype: str = "bfloat16"
     encoding: str = "plain"
+    words: int = 0  # of the tree mask
 
     @property
     def format(self) -> PageFormat:
@@ -53,6 +54,11 @@ class Shape:
 def mixed(shape: Shape, **changes: Any) -> Shape:
     """Prefill chunks beside decoded tokens."""
     return dataclasses.replace(shape, tokens=2048, decode_only=False, **changes)
+
+
+def trees(shape: Shape, words: int, **changes: Any) -> Shape:
+    """Trees of draft tokens, of up to so many words each."""
+    return dataclasses.replace(shape, tokens=256, requests=16, decode_only=False, words=words, **changes)
 
 
 _LLAMA = Shape(32, 8, 128)
@@ -75,6 +81,9 @@ SHAPES = {
     "DeepSeek-V3, an eighth of the heads, mixed": mixed(dataclasses.replace(_MLA, n=16)),
     "Phi-3-mini, decode": Shape(32, 32, 96, held=32768),
     "Phi-2, mixed": mixed(Shape(32, 32, 80, held=65536)),
+    "Llama-3-8B, trees of 32 tokens": trees(_LLAMA, 1),
+    "gpt-oss-20b, trees of 32 tokens": trees(_GPT_OSS, 1),
+    "DeepSeek-V3, an eighth of the heads, trees of 128 tokens": trees(dataclasses.replace(_MLA, n=16), 4),
     "SmolLM2-135M, mixed, float32": mixed(Shape(9, 3, 64, dtype="float32")),
 }
 QUANTISED = {
@@ -107,11 +116,12 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     arguments += [] if x.latent else [array(x.tokens, x.k, form.value_dim)]
     arguments += [array(size, dtype="int32") for size in (x.requests + 1, x.requests)]
     arguments += [array(x.requests, -(-x.longest // x.page), dtype="int32"), array(dtype="int32", split=None)]
+    arguments += [array(x.tokens, x.words, dtype="int32"), array(x.requests, dtype="int32")] if x.words else []
     specs = tuple(argument.sharding.spec for argument in arguments)
 
     def step(*given: Any) -> Any:
         (rows, *scales), (q, k, *rest) = given[: len(pages)], given[len(pages) :]
-        v, (starts, lens, table, layer) = (None, rest) if x.latent else (rest[0], rest[1:])
+        v, (starts, lens, table, layer, *tree) = (None, rest) if x.latent else (rest[0], rest[1:])
         out, pool = paged_attention(
             q,
             k,
@@ -121,6 +131,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
             table,
             starts,
             lens,
+            tree=TreeMask(*tree) if tree else None,
             sinks=jnp.arange(x.n, dtype=jnp.float32) if x.sinks else None,
             scale=0.1,
             window=x.window,

@@ -19,7 +19,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
 from pallas_kernels._compat import interpreting
-from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention import PageFormat, PagePool, TreeMask, paged_attention
 
 PLAIN = ("xla", "reference")
 """Implementations that run on any device, in any precision."""
@@ -41,6 +41,7 @@ class Case(NamedTuple):
     decode_only: bool = False
     multiple: int = 4  # of the width of slots
     shared: int = 0  # full pages that requests 0 and 1 have in common
+    tree: bool = False  # the last slots of most requests hold trees, of this step and steps before
 
     @property
     def format(self) -> PageFormat:
@@ -79,6 +80,13 @@ CASES = {
     "latent": Case(MIXED, 20, 1, h=12, v=8, latent=True),
     "latent, decode": Case(DECODE, 6, 1, h=12, v=8, latent=True, decode_only=True),
     "shared pages": Case(((16, 3), (19, 1), (5, 2)), 4, 2, shared=2),
+    "trees": Case(MIXED, 4, 2, tree=True),
+    "trees of two words": Case(((5, 45), (40, 7)), 2, 1, tree=True),
+    "trees, window": Case(MIXED, 4, 2, window=17, tree=True),
+    "trees, latent": Case(MIXED, 6, 1, h=12, v=8, latent=True, padding=1, tree=True),
+    "trees, everything": Case(
+        MIXED, 12, 4, h=6, v=4, padding=3, window=19, softcap=1.3, sinks=True, page=16, tree=True
+    ),
     "everything": Case(MIXED, 12, 4, h=6, v=4, padding=3, window=17, softcap=1.3, sinks=True),
     "everything, decode": Case(
         DECODE, 12, 6, h=6, v=4, padding=1, window=17, softcap=1.3, sinks=True, decode_only=True
@@ -87,7 +95,7 @@ CASES = {
 
 
 PACKAGE = "pallas_kernels.paged_attention"
-KILLERS = ("everything", "everything, decode", "pages of 32")
+KILLERS = ("everything", "everything, decode", "pages of 32", "trees, window", "trees of two words")
 """Cases that a mutant is tried on, until one fails."""
 
 _WRONG_SLOT = {"wrong slot": ("reference", "page, :, slot].set", "page, :, slot - 1].set")}
@@ -99,31 +107,46 @@ _TPU = {
     "missing rescale": ('["acc"][head, :m] * keep + part', '["acc"][head, :m] + part'),
     "another's queries": ('dot(refs["q"][head, :m]', 'dot(refs["q"][0, :m]'),
     "garbage": ("jnp.where(filled, held[:, head], 0)", "held[:, head]"),
+    "branches seen": ("seen & jnp.logical_not(hides(words, at - self.first))", "seen"),
+    "window by slots": ("place = place - behind", "place = place - 0 * behind"),
+    "window from slots": ("least = jnp.minimum(self.position, self.first)", "least = self.position"),
     "unfinished copy": ("self._each_tile(lambda i: self._tile(i, read=True).wait())", "pass"),
 }
 _GPU = {
     "mask off by one": ("(kv_pos[None] <= at)", "(kv_pos[None] < at)"),
-    "window off by one": ("(kv_pos[None] > at - options.window)", "(kv_pos[None] >= at - options.window)"),
+    "window off by one": (
+        "(kv_pos[None] > own_place - options.window)",
+        "(kv_pos[None] >= own_place - options.window)",
+    ),
     "wrong page": (".at[request, at // page_size]", ".at[request, 0 * at]"),
     "wrong slot": ("mask), self.kv_head, at %", "mask), self.kv_head, (at + 1) %"),
     "missing rescale": ("x * keep + dot", "x + dot"),
     "another's queries": ("kv_head * plan.group + head", "head"),
     "parts not weighed": ("jnp.where(weights > 0.0, out, 0.0) * weights", "jnp.where(weights > 0.0, out, 0.0)"),
     "new slots in every part": ("jnp.where(self.part == plan.parts - 1, pl.cdiv", "jnp.where(self.part >= 0, pl.cdiv"),
+    "branches seen": ("seen & jnp.logical_not(hides(words, (kv_pos - branch)[None]))", "seen"),
+    "window by slots": ('at - self._of_token("behind")[:, None]', "at"),
+    "window from slots": ("least, own_place = jnp.minimum(position, branch)", "least, own_place = position"),
     "sinks in every part": ("self.part == 0", "self.part >= 0"),
 }
 MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
-    ("reference", "mask off by one"): ("reference", "visible = (at <= tokens", "visible = (at < tokens"),
-    ("reference", "window off by one"): ("reference", "visible &= at > tokens", "visible &= at >= tokens"),
+    ("reference", "mask off by one"): ("reference", "visible = at <= position", "visible = at < position"),
+    ("reference", "window off by one"): ("reference", "visible &= at > position", "visible &= at >= position"),
     ("reference", "wrong scale"): ("reference", "format.keys(held)) * scale", "format.keys(held)) * scale * 1.01"),
     ("reference", "dropped sink"): ("reference", "total = total + jnp.exp(sink - top)", "pass"),
     ("xla", "mask off by one"): ("xla", "seen = at <= position", "seen = at < position"),
-    ("xla", "window off by one"): ("xla", "seen &= at > position", "seen &= at >= position"),
+    ("xla", "window off by one"): ("xla", "seen &= at > (position if", "seen &= at >= (position if"),
+    ("reference", "branches seen"): ("reference", "visible &= ~_hidden(", "visible &= True | _hidden("),
+    ("reference", "window by slots"): ("reference", "position - tree.behind", "position - 0 * tree.behind"),
+    ("xla", "branches seen"): ("xla", "seen &= ~hidden(", "seen &= True | hidden("),
+    ("xla", "window by slots"): ("xla", "if hidden is None else position - behind)", ")"),
+    ("xla", "window from slots"): ("xla", "first = jnp.minimum(first, tree.first[block.request])", "pass"),
+    ("xla", "wrong word"): ("tree_mask", "at = slots - number * BITS", "at = slots - number"),
     ("xla", "wrong scale"): ("xla", "q.astype(dtype) * problem.scale", "q.astype(dtype)"),
     ("xla", "wrong page"): ("xla", "jnp.minimum(column, columns - 1)", "first * size // page_size"),
     ("xla", "wrong part of a page"): ("xla", "within.astype(number.dtype)", "zero"),
     ("xla", "missing rescale"): ("xla", "out * keep + jnp.einsum", "out + jnp.einsum"),
-    ("xla", "garbage"): ("xla", "((at >= begin) & (at < reach))[:, None]", "True"),
+    ("xla", "garbage"): ("xla", "jnp.where(there[:, None], held, 0), None", "held, None"),
     ("xla", "another's tokens"): ("xla", "(jnp.arange(size) < block.tokens)[:, None, None]", "True"),
     **{(name, what): edit for name in PLAIN for what, edit in _WRONG_SLOT.items()},
     **{("pallas_tpu", what): ("pallas_tpu", *edit) for what, edit in _TPU.items()},
@@ -160,6 +183,8 @@ class Step(NamedTuple):
     cu_q_lens: np.ndarray
     kv_lens: np.ndarray
     sinks: np.ndarray | None
+    hidden: np.ndarray | None
+    first: np.ndarray | None
     want: np.ndarray
     want_rows: np.ndarray
 
@@ -206,20 +231,62 @@ def draw(rng: np.random.Generator, case: Case, dtype: Any = np.float64) -> Step:
     for r, start in enumerate(starts[:-1]):
         for i in range(held[r], kv_lens[r]):
             want_rows[LAYER, table[r, i // case.page], :, i % case.page] = new[start + i - held[r]]
-    want = oracle(q, want_rows[LAYER], table, starts, kv_lens, sinks, case)
+    parents = trees(rng, held, kv_lens) if case.tree else None
+    hidden, first = (None, None) if parents is None else tree_mask(parents, starts, kv_lens, tokens)
+    want = oracle(q, want_rows[LAYER], table, starts, kv_lens, sinks, case, parents)
     if case.window is not None:  # what lies before all windows may be given back to the pool
-        for r, first in enumerate(np.maximum(held - case.window + 1, 0) // case.page):
-            gone = table[r, :first].copy()
+        least = held if first is None else np.minimum(held, first)
+        for r, count in enumerate(np.maximum(least - case.window + 1, 0) // case.page):
+            gone = table[r, :count].copy()
             rows[LAYER, gone] = want_rows[LAYER, gone] = np.nan
-            table[r, :first] = pages + 3
+            table[r, :count] = pages + 3
     q[starts[-1] :], k[starts[-1] :] = np.nan, np.nan
     if v is not None:
         v[starts[-1] :] = np.nan
-    return Step(q, k, v, rows, table, starts, kv_lens, sinks, want, want_rows)
+    return Step(q, k, v, rows, table, starts, kv_lens, sinks, hidden, first, want, want_rows)
 
 
-def oracle(q, pages, table, starts, kv_lens, sinks, case: Case) -> np.ndarray:
-    """One token and head at a time, in float64."""
+def trees(rng: np.random.Generator, held: np.ndarray, kv_lens: np.ndarray) -> list[list[int]]:
+    """Parent of each slot of each request: the slot before it, but in the last slots, where most have a tree."""
+    found = []
+    for r, (before, length) in enumerate(zip(held.tolist(), kv_lens.tolist(), strict=True)):
+        parents = list(range(-1, length - 1))
+        first = max(1, before - int(rng.integers(3)))
+        for slot in range(first, length if r % 3 != 2 else 0):
+            parents[slot] = int(rng.integers(max(first - 1, slot - 6), slot))
+        found.append(parents)
+    return found
+
+
+def branch(parents: list[int], slot: int) -> list[int]:
+    """Slots that a token sees, from the first to its own: their order is that of their positions."""
+    seen = []
+    while slot >= 0:
+        seen.append(slot)
+        slot = parents[slot]
+    return seen[::-1]
+
+
+def tree_mask(
+    parents: list[list[int]], starts: np.ndarray, kv_lens: np.ndarray, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of ``TreeMask``: a tree begins at the first slot that some later one does not see."""
+    first = kv_lens.copy()
+    for r, own in enumerate(parents):
+        seen = [set(branch(own, slot)) for slot in range(len(own))]
+        missing = [s for s in range(len(own)) if any(s not in later for later in seen[s:])]
+        first[r] = min([*missing, kv_lens[r]])
+    hidden = np.zeros((tokens, max(1, -(-int((kv_lens - first).max()) // 32))), np.uint32)
+    for r, own in enumerate(parents):
+        for row in range(starts[r], starts[r + 1]):
+            slot = kv_lens[r] - starts[r + 1] + row
+            for gone in set(range(slot)) - set(branch(own, slot)):
+                hidden[row, (gone - first[r]) // 32] |= np.uint32(1 << (gone - first[r]) % 32)
+    return hidden.view(np.int32), first
+
+
+def oracle(q, pages, table, starts, kv_lens, sinks, case: Case, parents: list[list[int]] | None = None) -> np.ndarray:
+    """One token and head at a time, in float64; of a tree each token sees its branch, as if it were a sequence."""
     form = case.format
     q, pages = np.asarray(q, np.float64), np.asarray(pages, np.float64)
     scale = case.options.get("scale", 1 / np.sqrt(form.key_dim))
@@ -227,7 +294,8 @@ def oracle(q, pages, table, starts, kv_lens, sinks, case: Case) -> np.ndarray:
     for r in range(len(kv_lens)):
         for t in range(starts[r], starts[r + 1]):
             place = kv_lens[r] - starts[r + 1] + t
-            seen = np.arange(0 if case.window is None else max(0, place - case.window + 1), place + 1)
+            seen = np.arange(place + 1) if parents is None else np.array(branch(parents[r], place))
+            seen = seen if case.window is None else seen[-case.window :]
             for n in range(q.shape[1]):
                 held = pages[table[r, seen // case.page], n // (case.n // case.k), seen % case.page]
                 scores = held[:, : form.key_dim] @ q[t, n] * scale
@@ -245,7 +313,7 @@ def program(implementation: str, case: Case) -> Any:
     """Compiled: a step's arrays -> (attended values, pages)."""
 
     @jax.jit
-    def run(q, k, v, rows, page_table, cu_q_lens, kv_lens, sinks):
+    def run(q, k, v, rows, page_table, cu_q_lens, kv_lens, sinks, hidden, first):
         pool, layer = PagePool(rows, case.format), jnp.int32(LAYER)
         out, pool = paged_attention(
             q,
@@ -257,6 +325,7 @@ def program(implementation: str, case: Case) -> Any:
             cu_q_lens,
             kv_lens,
             sinks=sinks,
+            tree=None if hidden is None else TreeMask(hidden, first),
             implementation=implementation,
             **case.options,
         )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
+from pallas_kernels.paged_attention import PageFormat, PagePool, TreeMask, paged_attention
 from pallas_kernels.paged_attention.kv_formats import kv_format
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from tests import environment
@@ -26,7 +26,16 @@ from tests.kernels import paged_body
 from tests.kernels.paged_body import CASES, LAYER, LAYERS, MIXED, Case, draw, error
 
 implementations = pytest.mark.parametrize("implementation", paged_body.PLAIN)
-NAMES = ("nothing at all", "shared pages", "window within a page", "latent", "everything", "everything, decode")
+NAMES = (
+    "nothing at all",
+    "trees of two words",
+    "trees, everything",
+    "shared pages",
+    "window within a page",
+    "latent",
+    "everything",
+    "everything, decode",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +229,11 @@ def test_what_does_not_go_together_is_refused(rng):
         call(q, k, v, PagePool(rows, PageFormat(2, 4, 7)), LAYER, table, starts, lens)
     with pytest.raises(ValueError, match="window = 0; give a positive number"):
         call(q, k, v, pool, LAYER, table, starts, lens, window=0)
+    tree = TreeMask(jnp.zeros((len(q), 1), jnp.int32), lens)
+    with pytest.raises(ValueError, match="decode_only promises single tokens"):
+        call(q, k, v, pool, LAYER, table, starts, lens, tree=tree, decode_only=True)
+    with pytest.raises(ValueError, match=r"words and \[6\] slots for 24 tokens of 7 requests"):
+        call(q, k, v, pool, LAYER, table, starts, lens, tree=tree._replace(first=lens[1:]))
     latent = PagePool.zeros(PageFormat(1, 4, 3, latent=True), layers=LAYERS, pages=2, page_size=8, dtype=jnp.float32)
     with pytest.raises(ValueError, match="give the scale"):
         call(q, k[:, :1], None, latent, LAYER, table, starts, lens)

@@ -25,7 +25,7 @@ from tests.kernels.test_paged_attention import encoded, steps
 
 PALLAS = ("pallas_tpu", "pallas_gpu")
 implementations = pytest.mark.parametrize("implementation", PALLAS)
-NAMES = ("latent", "everything", "everything, decode")
+NAMES = ("latent", "trees, everything", "everything", "everything, decode")
 
 
 @pytest.fixture(autouse=True)

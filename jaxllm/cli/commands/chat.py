@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from jaxllm.cli.command_parser import parse_command
-from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat
 
@@ -39,6 +39,7 @@ def chat(argv: list[str]) -> int:
         speculate_tokens: int | None = None,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
+        offload: str | None = None,
     ) -> int:
         """Holds a conversation, one message per line, or answers a single --message.
 
@@ -63,8 +64,9 @@ def chat(argv: list[str]) -> int:
                 mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
-                a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
-                stays the same (docs/serve/speculation.md).
+                a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
+                trained layer over the model's features drafts, self:LAYERS what the model samples with so many of its
+                layers; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
@@ -73,15 +75,22 @@ def chat(argv: list[str]) -> int:
                 the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
                 recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers; or
                 locret:HEADS.safetensors[,BUDGET], so many by trained heads (docs/serve/kv_cache.md).
+            offload: serve a model that the device has no room for: layers come to it while they compute, from the host
+                or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
+                layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
+                for files of the rest (docs/serve/offload.md).
         """
         check_speculation(speculate, speculate_tokens)
         check_kv_cache(kv_format, kv_keep)
+        check_offload(offload, mesh)
         use_compilation_cache()
         from jaxllm.files import DataError
         from jaxllm.infer import Chat
 
         opening = [{"role": "system", "content": system}] if system else []
-        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights, generation_config=generation_config)
+        loaded = load_with_progress(
+            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload
+        )
         talk = Chat(
             loaded, list(opening), max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
             min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, speculate=speculate,

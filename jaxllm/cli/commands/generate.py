@@ -12,7 +12,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 from jaxllm.infer.engine.policies import BatchPolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
@@ -59,6 +59,7 @@ def generate(argv: list[str]) -> int:
         kv_host: float = 0.0,
         kv_disk: Path | None = None,
         effort: Path | None = None,
+        offload: str | None = None,
     ) -> int:
         """Generates a completion of a prompt and streams it to the terminal.
 
@@ -92,8 +93,9 @@ def generate(argv: list[str]) -> int:
                 mxfp4: matrices are rounded to that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
-                a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
-                stays the same (docs/serve/speculation.md).
+                a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
+                trained layer over the model's features drafts, self:LAYERS what the model samples with so many of its
+                layers; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
@@ -107,9 +109,14 @@ def generate(argv: list[str]) -> int:
             kv_disk: with --batch: directory for pages that leave host memory; they are found again after a restart
                 (docs/serve/kv_cache.md).
             effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
+            offload: serve a model that the device has no room for: layers come to it while they compute, from the host
+                or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
+                layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
+                for files of the rest (docs/serve/offload.md).
         """
         check_speculation(speculate, speculate_tokens)
         check_kv_cache(kv_format, kv_keep)
+        check_offload(offload, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
         of_prompt = {
@@ -139,7 +146,7 @@ def generate(argv: list[str]) -> int:
 
             def load() -> LLM:
                 found = load_with_progress(
-                    model, dtype, mesh=mesh, weights=weights, generation_config=generation_config
+                    model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload
                 )
                 return LLM(found, sizes, policy=POLICIES[policy])
 
@@ -158,7 +165,9 @@ def generate(argv: list[str]) -> int:
         make_params = functools.partial(with_sampling_defaults, given, max_tokens=max_tokens, seed=seed)
         make_params({"temperature": DEFAULT_TEMPERATURE})  # what is not legal is refused before the model is loaded
         spending = None if effort is None else read_policy(effort)
-        loaded = load_with_progress(model, dtype, mesh=mesh, weights=weights, generation_config=generation_config)
+        loaded = load_with_progress(
+            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload
+        )
         params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
         if spending is not None:
             return spend(loaded, spending, prompt, params, kv_format, kv_keep)

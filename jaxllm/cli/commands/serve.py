@@ -15,7 +15,7 @@ import tyro
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import load_with_progress
+from jaxllm.cli.model_loading import check_offload, load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
 from jaxllm.infer.engine.policies import PolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
@@ -79,6 +79,7 @@ def serve(argv: list[str]) -> int:
         pooling: Literal["mean", "last"] | None = None,
         programs: Path | None = None,
         trust_programs: bool = False,
+        offload: str | None = None,
         finetune: str | None = None,
         finetune_set: tuple[str, ...] = (),
         finetune_tokens: int = 64,
@@ -140,8 +141,9 @@ def serve(argv: list[str]) -> int:
             generation_config: auto: requests that give no temperature, top_p, top_k, ... get those of the model's
                 generation_config.json; none: OpenAI's defaults; or a directory with another generation_config.json.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
-                a smaller model samples, self:LAYERS what the model samples with so many of its layers; the completion
-                stays the same (docs/serve/speculation.md).
+                a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
+                trained layer over the model's features drafts, self:LAYERS what the model samples with so many of its
+                layers; the completion stays the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
@@ -157,6 +159,10 @@ def serve(argv: list[str]) -> int:
                 beside the model's files, if there is one.
             trust_programs: run programs of that directory that somebody else has compiled. They are native code, which
                 can do anything; files that others than you can change are not taken in any case.
+            offload: serve a model that the device has no room for: layers come to it while they compute, from the host
+                or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
+                layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
+                for files of the rest (docs/serve/offload.md).
             finetune: recipe of `jaxllm train`, or a run's directory, with an adapter of MODEL: it is trained in what
                 decoding and prefill leave of each step (docs/serve/finetune.md).
             finetune_set: with --finetune: settings of the run as NAME=VALUE, such as adapter.kind=lora.
@@ -182,6 +188,7 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.engine_config import serving_config
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
+        check_offload(offload, mesh)
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
@@ -210,6 +217,10 @@ def serve(argv: list[str]) -> int:
 
             if layers == "apart":
                 raise UsageError("--finetune trains beside stacked layers; leave --layers apart out.")
+            if offload is not None:
+                raise UsageError(
+                    "--finetune trains beside weights on the device, which --offload streams; leave one out."
+                )
             if finetune_target <= 0 or finetune_tokens < 1:
                 raise UsageError("--finetune-target and --finetune-tokens: give positive numbers.")
             tuned = finetune_config(finetune, finetune_set, model)
@@ -224,7 +235,9 @@ def serve(argv: list[str]) -> int:
             from jaxllm.infer.llm import shipped_programs
 
             form = "stacked" if layers == "auto" else layers
-            loaded = load_with_progress(model, dtype, form, mesh, weights, generation_config, progress=start)
+            loaded = load_with_progress(
+                model, dtype, form, mesh, weights, generation_config, offload=offload, progress=start
+            )
             beside, reserved = None, 0
             if tuned is not None:
                 from jaxllm.posttrain.coserve.finetune_run import CoServedRun

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -60,9 +60,12 @@ from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.side_work import SideWork, StepRoom
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
-from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
-from jaxllm.infer.speculate.proposer_table import make_proposer, proposer_kind
+from jaxllm.infer.speculate.draft_model import ServedModel
+from jaxllm.infer.speculate.head_draft import HeadProposer
+from jaxllm.infer.speculate.proposer_table import configured, make_proposer
 from jaxllm.infer.start_progress import Listener
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
 from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.parallel import distributed
@@ -178,7 +181,8 @@ class Engine:
         """Builds an engine for a model and compiles its programs.
 
         Args:
-            model, params: trained model and its weights, as ``load_model`` returns them.
+            model, params: trained model and its weights, as ``load_model`` returns them; or ``StreamedWeights``, with
+                ``config.layer_window``.
             config: sizes of the engine.
             tokenizer: see ``Engine``.
             vocab_size: tokens from here on are never sampled; None: the tokenizer's vocabulary, or the model's.
@@ -208,7 +212,7 @@ class Engine:
         elif proposer is not None:
             raise ValueError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
         else:
-            proposer_kind(config.speculate)
+            config = configured(config)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
@@ -216,16 +220,22 @@ class Engine:
             raise ValueError(
                 f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
             )
+        streamed: StreamedWeights | None = None
+        if isinstance(params, StreamedWeights):
+            streamed, params = params, params.ends
+        _check_streamed(config, streamed)
         order = ChannelOrder(model, params) if config.orders_channels else None
         if order is not None:
             model, params = order.model, order.fold(params)
         if config.speculate is not None:
+            own = replace(config, layer_window=0)  # a draft model is on the device
             proposer = make_proposer(
-                ServedModel(model, params, config, tokenizer, size, longest, mesh, manifest, strict, background)
+                ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background)
             )
-        reserved = reserved_bytes + (proposer.device_bytes if isinstance(proposer, DraftModelProposer) else 0)
-        may_choose = config.speculate is None and proposer is None and order is None
-        runner = ModelRunner(
+        reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
+        may_choose = config.speculate is None and proposer is None and order is None and streamed is None
+        make = ModelRunner if streamed is None else functools.partial(StreamedRunner, weights=streamed)
+        runner = make(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
             layers=layers if may_choose else "given", progress=progress,
@@ -236,6 +246,8 @@ class Engine:
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
         engine.channel_order = order
+        if isinstance(proposer, HeadProposer):
+            proposer.attach(runner)
         return engine
 
     @property
@@ -667,7 +679,9 @@ class Engine:
 
     def _length_of_drafts(self) -> DraftLength:
         config = self.config
-        if config.speculate is None or config.draft_length == "fixed":
+        fixed = config.draft_length == "fixed" or config.draft_trees
+        if config.speculate is None or fixed or config.layer_window:
+            # To read the layers takes the time of a step with streamed weights, however many tokens it verifies.
             return FixedDraftLength(config.verify_tokens)
         return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
 
@@ -695,7 +709,7 @@ class Engine:
             gained, computed = 0, chunk.count
             if chunk.samples and sequence.finish is None:
                 rows, first = plan.steps + len(chunk.proposed), 0
-                if not shape.decode:
+                if not (shape.decode or shape.tree_words):
                     first = shape.rows - rows
                 sampled = [tokens[first + step][row] for step in range(rows)]
                 refused = len(chunk.proposed) - chunk.accepted(sampled)
@@ -740,3 +754,26 @@ class Engine:
                 self.metrics.dropped_entries += heads * (sequence.computed - kept)
         self.scheduler.finish(sequence)
         return output_delta(sequence, tokens, text, finish)
+
+
+def _check_streamed(config: EngineConfig, weights: StreamedWeights | None) -> None:
+    """Checks what goes with streamed weights.
+
+    Raises:
+        ValueError: names what does not.
+    """
+    window = 0 if weights is None else weights.placement.window
+    if config.layer_window != window:
+        raise ValueError(
+            f"engine: layer_window = {config.layer_window}, and the weights are placed with a window of {window}; give "
+            "both the same number (0: all weights are on the device)."
+        )
+    if not window:
+        return
+    if config.orders_channels:
+        raise ValueError(f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4.")
+    if (config.speculate or "").partition(":")[0] == "self":
+        raise ValueError(
+            f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
+            "draft:MODEL or ngram."
+        )

@@ -34,6 +34,7 @@ from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore
 from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
+from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 from pallas_kernels.paged_attention.retention import RetentionRule, by_scores
 
 
@@ -173,9 +174,9 @@ class Scheduler:
             while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
             if sequence.slot >= 0 and reserved:
-                draft = self._with_pages(sequence, proposed.get(sequence, ()), plan)
-                self._schedule(plan, sequence, 1 + len(draft), draft)
-                budget -= 1 + len(draft)
+                draft = self._with_pages(sequence, proposed.get(sequence, NO_DRAFT), plan)
+                self._schedule(plan, sequence, 1 + len(draft.tokens), draft)
+                budget -= 1 + len(draft.tokens)
         for sequence in prefills:
             while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
                 self._make_room(plan)
@@ -288,7 +289,7 @@ class Scheduler:
             decoding = [s for s in self.running if s.length - s.computed == 1 and s.remaining > 1]
             self._draft_counts = self.draft_length.counts(decoding)
 
-    def _proposals(self, decodes: list[Sequence], budget: int, plan: StepPlan) -> dict[Sequence, tuple[int, ...]]:
+    def _proposals(self, decodes: list[Sequence], budget: int, plan: StepPlan) -> dict[Sequence, DraftTree]:
         """Tokens to verify with the next one of each sequence: as many as there are rows and tokens left for."""
         wanted, room = list[tuple[Sequence, int]](), budget - len(decodes)
         for sequence in decodes:
@@ -305,19 +306,19 @@ class Scheduler:
             self.draft_length.record_drafting(max(count for _, count in wanted), plan.drafting_seconds)
         drafts = {sequence: draft for (sequence, _), draft in zip(wanted, found, strict=True) if draft is not None}
         for sequence, draft in drafts.items():
-            if not draft:
+            if not draft.tokens:
                 self.draft_length.record_draft(sequence, 0, 0)
         return drafts
 
-    def _with_pages(self, sequence: Sequence, draft: tuple[int, ...], plan: StepPlan) -> tuple[int, ...]:
+    def _with_pages(self, sequence: Sequence, draft: DraftTree, plan: StepPlan) -> DraftTree:
         """The first tokens of a draft, as many as there are pages for."""
-        while draft and not self._reserve(sequence, 1 + len(draft), plan):
-            draft = draft[: len(draft) // 2]
+        while draft.tokens and not self._reserve(sequence, 1 + len(draft.tokens), plan):
+            draft = draft.first(len(draft.tokens) // 2)
         return draft
 
     def _decode_steps(self, decodes: list[Sequence], prefills: list[Sequence]) -> int:
         """Decode steps on the device before the host looks: several if no sequence waits and the pages suffice."""
-        if prefills or self.waiting or self.forks or not decodes or self.config.batch_invariant:
+        if prefills or self.waiting or self.forks or not decodes or not self.config.decode_buckets:
             return 1
         if any(self._needs_last(s) for s in decodes):
             return 1
@@ -479,9 +480,9 @@ class Scheduler:
 
     # Admission
 
-    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int, proposed: tuple[int, ...] = ()) -> None:
+    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int, draft: DraftTree = NO_DRAFT) -> None:
         """Adds a chunk to the plan and updates the sequence as if the step had run and all was accepted."""
-        start = sequence.computed
+        start, proposed = sequence.computed, draft.tokens
         samples = start + count - len(proposed) == sequence.length
         gained = (plan.steps + len(proposed)) * samples
         prefilled = min(count, max(0, len(sequence.request.prompt) - start))
@@ -493,7 +494,7 @@ class Scheduler:
         for group in has_rule:
             if self._intervals[group] is not None:
                 sequence.entries[group] = self._entries(group, sequence) + count + plan.steps - 1
-        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, fresh, sequence.life))
+        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, draft, fresh, sequence.life))
         sequence.computed += count + plan.steps - 1
         sequence.pending += gained
         sequence.unsettled = len(proposed)
@@ -516,7 +517,8 @@ class Scheduler:
                 sequence.computed = last if chunk is None else last // chunk * chunk
                 if residual := self._prefix_cache.residual:  # only pages that are encoded by now
                     encoded = max(min(last, first.computed - residual) // self.page_size * self.page_size, first.found)
-                    sequence.computed = sequence.found = min(encoded, last // self.page_size * self.page_size)
+                    sequence.computed = min(encoded, last // self.page_size * self.page_size)
+                sequence.found = sequence.computed
                 for pages, own, theirs in zip(self._allocators, sequence.pages, first.pages, strict=True):
                     own += theirs[: -(-sequence.computed // self.page_size)]
                     for page in own:

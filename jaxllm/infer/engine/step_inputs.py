@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import StepPlan
+from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.step_shape import DEVICE_STOP_TOKENS, StepShape
 
@@ -56,6 +56,8 @@ def fill(
             tokens[end - chunk.count : end] = known or -1
     if shape.verifies:
         x["proposed"][:many] = [len(c.proposed) for c in chunks]
+    if shape.tree_words:
+        _fill_trees(chunks, ends, shape, x)
     if shape.retained and chunks:
         x["fresh"][:, :many] = np.swapaxes([c.fresh for c in chunks], 0, 1)
     if shape.residual:
@@ -74,6 +76,19 @@ def fill(
             if request.params.prompt_logprobs is not None and chunk.sequence.number == 0:
                 after = request.prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
                 x["targets"][end - chunk.count : end - chunk.count + len(after)] = after
+
+
+def _fill_trees(chunks: list[ScheduledChunk], ends: np.ndarray, shape: StepShape, x: Mapping[str, np.ndarray]) -> None:
+    """Fills the tree masks, and the parents of the tokens to verify."""
+    many = len(chunks)
+    x["tree_first"][:many] = [c.start + c.count - len(c.tree.tokens) for c in chunks]
+    if not shape.branches:
+        x["parents"][...] = -1
+    for row, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+        if not chunk.tree.is_chain:
+            x["hidden"][end - len(chunk.proposed) : end] = chunk.tree.hidden(shape.tree_words)[-len(chunk.proposed) :]
+        if not shape.branches:
+            x["parents"][row, : len(chunk.proposed)] = np.asarray(chunk.tree.parents, np.int32) + 1
 
 
 def _fill_full(plan: StepPlan, x: Mapping[str, np.ndarray]) -> None:
@@ -106,13 +121,15 @@ def grammar_masks(plans: list[StepPlan], shape: StepShape, width: int) -> np.nda
     out = np.full((len(plans), shape.requests, shape.rows, width), -1, np.int32)
     for requests, plan in zip(out, plans, strict=True):
         for rows, chunk in zip(requests, plan.chunks, strict=False):
-            guide = chunk.sequence.guide
-            for row, before in zip(rows[shape.rows - 1 - len(chunk.proposed) :], (None, *chunk.proposed), strict=True):
-                if before is not None and guide is not None:
-                    guide = guide.copy() if guide is chunk.sequence.guide else guide
-                    guide.advance(before)
-                if guide is not None and guide.mask is not None:
-                    row[:] = guide.mask
+            if (guide := chunk.sequence.guide) is None:
+                continue
+            guides = [guide]  # after the sequence and after each proposed token
+            for token, parent in zip(*chunk.tree, strict=True):
+                guides.append(guides[parent + 1].copy())
+                guides[-1].advance(token)
+            for row, after in zip(rows[shape.rows - len(guides) :], guides, strict=True):
+                if after.mask is not None:
+                    row[:] = after.mask
     return out.reshape(len(plans), -1, width)
 
 

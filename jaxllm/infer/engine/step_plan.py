@@ -13,6 +13,7 @@ from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.page_store import Page
+from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class ScheduledChunk:
         start: position of the first token.
         count: number of tokens.
         samples: whether a token is sampled after the chunk.
-        proposed: tokens to verify: the chunk is the sequence's last token and these.
+        tree: tokens of a draft, of which the last are the chunk's last ones: what a step verifies is the sequence's
+            last token and all of them, what a draft model reads is some after others that it has read before.
+        proposed: those of the chunk.
         fresh: of each layer group with a retention rule: (first, stop) of the sequence's pages that are new since its
             last chunk.
         life: see ``Sequence``, when it was planned.
@@ -35,13 +38,13 @@ class ScheduledChunk:
     count: int
     samples: bool
     proposed: tuple[int, ...] = ()
+    tree: DraftTree = NO_DRAFT
     fresh: tuple[tuple[int, int], ...] = ()
     life: int = 0
 
     def accepted(self, sampled: list[int]) -> int:
-        """Number of the proposed tokens that were sampled: those before the first that differs."""
-        pairs = enumerate(zip(self.proposed, sampled, strict=False))
-        return next((i for i, (proposed, token) in pairs if proposed != token), len(self.proposed))
+        """Number of the proposed tokens that were sampled: those before the first that differs from all drafts."""
+        return min(self.tree.accepted(sampled), len(self.proposed))
 
 
 @dataclass

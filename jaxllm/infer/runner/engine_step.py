@@ -8,12 +8,14 @@ device, so that the next step can start before the host has read the result of t
 If a mesh has data-parallel replicas, each has its own packed array, requests and slots, and all run the same program.
 
 Legend: B replicas, T rows of the flat batch, S requests of a step, R slots (running sequences), J columns of a page
-table, N decode steps per call, V vocab, D embed, K top log-probabilities, U 32-bit words of a token mask; pools as in
+table, N decode steps per call, V vocab, D embed, K top log-probabilities, U 32-bit words of a token mask, E of a tree
+mask, G last rows of a request; pools as in
 ``paged_cache``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,13 +27,16 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.infer.runner import logits_processors, sampler
 from jaxllm.infer.runner.adapted_weight import with_rows
-from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages
-from jaxllm.infer.runner.paged_cache import POOL_AXES, TABLES, LayerGroup, PagedCache
+from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages, keep_branch
+from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entries
 from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
-from jaxllm.infer.runner.verification import last_rows, sample_proposed
+from jaxllm.infer.runner.verification import last_rows, likeliest, sample_proposed, sample_tree
 from jaxllm.models import Functional
+from jaxllm.models.retaining_heads import RetainingHeads
+from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
+from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 SCORED_ROWS = 64
 """Rows of a prompt whose logits are in memory at a time, for prompt log-probabilities."""
@@ -46,7 +51,7 @@ class StepBatch(NamedTuple):
         tables: page table of each group of layers.
         columns: see ``PagedCache``.
         adapters: arguments of ``with_rows``; None in an engine without adapters.
-        rings: see ``PagedCache``.
+        rings, tree: see ``PagedCache``.
     """
 
     tokens: Int[Array, "*B T"]
@@ -57,6 +62,7 @@ class StepBatch(NamedTuple):
     columns: tuple[Int[Array, "*B S"] | None, ...] | None = None
     adapters: tuple[Array, ...] | None = None
     rings: tuple[Int[Array, "*B S"], Int[Array, "*B S"]] | None = None
+    tree: tuple[Int[Array, "*B T E"], Int[Array, "*B S"]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +102,15 @@ class EngineStep:
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.model.rules):
             run = self._decode_loop if self.shape.decode else self._prefill_step
-            pools, evictions = self._prepare_pages(pools, packed)
-            pools, last, out, slots = run(params, pools, last, packed, slots, masks, evictions)
+            pools, features = (pools[:-1], pools[-1].data) if self.shape.features else (pools, None)
+            pools, evictions = self.prepare_pages(pools, packed)
+            pools, last, out, slots, features = run(params, pools, last, packed, slots, masks, evictions, features)
+            pools = pools if features is None else (*pools, Slots(features))
             # Replicated on every device: the host reads it from one of them.
             outputs = pools, last, sharding.constrain(out, None, None)
         return outputs if slots is None else (*outputs, tuple(slots))
 
-    def _prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> tuple[Pools, dict[str, Array]]:
+    def prepare_pages(self, pools: Pools, packed: Int[Array, "B elements"]) -> tuple[Pools, dict[str, Array]]:
         """Copies the shared pages that the step is going to write to (copy-on-write), empties new ones, and evicts.
 
         Returns:
@@ -136,21 +144,58 @@ class EngineStep:
         state: logits_processors.LogitsState | None,
         masks: Array | None,
         evictions: dict[str, Array],
-    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
+        features: Float[Array, "R L D"] | None,
+    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None, Array | None]:
         """Runs prefill chunks and decode tokens as one flat batch; samples after the last row, or rows, of each."""
-        inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
+        batch = self.flat_batch(packed, last)
+        pools, hidden = self._forward(params, pools, batch)
+        features = self._keep_features(features, packed, batch, hidden)
+        last, out, state, branch = self.sample_rows(params, hidden, last, packed, state, masks, evictions)
+        return self.keep_branches(pools, packed, branch), last, out, state, features
+
+    def flat_batch(self, packed: Int[Array, "B elements"], last: Int[Array, "B R"]) -> StepBatch:
+        """Inputs of the forward pass of a step with prefill."""
 
         def read(packed: Array, last: Array) -> StepBatch:
-            x = inputs.unpack(packed)
+            x = self.shape.inputs.unpack(packed)
             return self._step_batch(x, self._input_tokens(last, x), x["kv_lens"])
+
+        return sharding.per_shard(read, "batch")(packed, last)
+
+    def sample_rows(
+        self,
+        params: Any,
+        hidden: Float[Array, "B T D"],
+        last: Int[Array, "B R"],
+        packed: Int[Array, "B elements"],
+        state: logits_processors.LogitsState | None,
+        masks: Int[Array, "B S U"] | None,
+        evictions: dict[str, Array],
+    ) -> tuple[Array, Array, logits_processors.LogitsState | None, Array | None]:
+        """Samples after the last row, or rows, of each request of a step with prefill.
+
+        Args:
+            hidden: results of the forward pass.
+            evictions: further outputs of the step, see ``prepare_pages``.
+
+        Returns:
+            each slot's last token, the packed outputs, the slot state of the full sampler, and the accepted branches,
+            see ``keep_branches``.
+        """
+        inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
 
         def sampled(packed: Array, hidden: Array) -> Array:
             return last_rows(hidden, inputs.unpack(packed)["starts"][1:], self.shape.rows)
 
         def choose(packed: Array, logits: Array, last: Array, state: Any, masks: Any, scores: dict[str, Array]) -> Any:
-            x = inputs.unpack(packed)
+            x, branch = inputs.unpack(packed), None
             with jax.named_scope("sample"):
-                if self.shape.verifies:
+                if self.shape.branches:
+                    known = jnp.where(jnp.arange(logits.shape[1]) < self.vocab_size, logits, -jnp.inf)
+                    out, tokens = likeliest(known, self.shape)
+                elif self.shape.tree_words:
+                    out, tokens, state, branch = sample_tree(self._sample, self.shape.rows, logits, x, state, masks)
+                elif self.shape.verifies:
                     out, tokens, state = sample_proposed(
                         self._sample, self.shape.rows, logits, x, state, masks, every_row=self.shape.every_row
                     )
@@ -158,13 +203,47 @@ class EngineStep:
                     out, state = self._sample(logits, x, x["kv_lens"], state, masks)
                     tokens = out["tokens"]
             last = last.at[x["slots"]].set(tokens, mode="drop")
-            return last, self.shape.outputs.pack(out | scores), state
+            return last, self.shape.outputs.pack(out | scores), state, branch
 
-        pools, hidden = self._forward(params, pools, each(read)(packed, last))
         logits = self._logits(params, each(sampled)(packed, hidden))
         scores = (self._prompt_scores(params, hidden, packed) if self.shape.full else {}) | evictions
-        last, out, state = each(choose)(packed, logits, last, state, masks, scores)
-        return pools, last, out, state
+        return each(choose)(packed, logits, last, state, masks, scores)
+
+    def _keep_features(
+        self, features: Float[Array, "R L D"] | None, packed: Array, batch: StepBatch, hidden: Float[Array, "1 T D"]
+    ) -> Float[Array, "R L D"] | None:
+        """Writes the hidden states of a step's tokens to their slots and positions; None: none are kept."""
+        if features is None:
+            return None
+        x = self.shape.inputs.unpack(packed[0])
+        rows = RaggedBatch(batch.tables[0][0], batch.starts[0], batch.kv_lens[0]).tokens(hidden.shape[1])
+        slots = jnp.where(rows.real & (rows.position >= 0), x["slots"][rows.request], features.shape[0])
+        return features.at[slots, rows.position].set(hidden[0].astype(features.dtype), mode="drop")
+
+    def keep_branches(
+        self, pools: Pools, packed: Int[Array, "B elements"], branch: Int[Array, "B S G"] | None
+    ) -> Pools:
+        """Moves the keys and values of the accepted branches to where plain decoding has them; None: there are none."""
+        if branch is None:
+            return pools
+
+        def read(packed: Array) -> tuple[Array, Array]:
+            x = self.shape.inputs.unpack(packed)
+            return x["tables"], x["tree_first"] - 1
+
+        tables, first = sharding.per_shard(read, "batch")(packed)
+
+        def moved(pool: Array, table: Array, axis: int) -> Array:
+            axes = POOL_AXES, TABLES, PER_REQUEST, TABLES
+            run = sharding.shard_map(functools.partial(keep_branch, axis=axis), axes, POOL_AXES, check=False)
+            return run(pool, table, first, branch)
+
+        return tuple(
+            Slots(
+                moved(pool.data, tables[:, i], 3), None if pool.scales is None else moved(pool.scales, tables[:, i], 4)
+            )
+            for i, pool in enumerate(pools)
+        )
 
     def _input_tokens(self, last: Int[Array, " R"], x: dict[str, Array]) -> Int[Array, " T"]:
         """Token ids of the flat batch: from the host, or the last token of the request's slot."""
@@ -185,24 +264,31 @@ class EngineStep:
         if shape.adapters is not None:
             slots = jnp.where(rows.real, x["adapters"][rows.request], -1)
             adapters = slots, x["adapter_tables"], x["adapter_scales"]
-        positions = jnp.where(rows.real, rows.position, 0)
+        positions, tree = rows.position, None
+        if shape.tree_words:
+            tree = TreeMask(x["hidden"], x["tree_first"])
+            positions = positions - tree.behind
+        positions = jnp.where(rows.real, positions, 0)
         rings = (x["slots"], x["found"]) if shape.residual else None
-        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings)
+        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings, tree)
+
+    def context(self, pools: Pools, batch: StepBatch, heads: RetainingHeads | None = None) -> PagedCache:
+        """Attention context of a forward pass."""
+        return PagedCache(
+            pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
+            batch.columns, batch.rings, heads, batch.tree,
+        )  # fmt: skip
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:
         """Runs the training forward over the flat batches, with the paged KV cache as its attention context."""
         heads = None
         if RETAINING_HEADS in params:
             heads, params = params[RETAINING_HEADS], {n: x for n, x in params.items() if n != RETAINING_HEADS}
-        ctx = PagedCache(
-            pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings, heads,
-        )  # fmt: skip
         with sharding.use_rules(self.forward_model.rules):
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
             if batch.adapters is not None:
                 params = with_rows(params, *batch.adapters)
-        hidden, ctx = self.forward_model.forward(params, tokens, positions, ctx)
+        hidden, ctx = self.forward_model.forward(params, tokens, positions, self.context(pools, batch, heads))
         assert isinstance(ctx, PagedCache)
         return ctx.pools, sharding.constrain(hidden, "batch", "residual_seq", "act_embed")
 
@@ -276,7 +362,8 @@ class EngineStep:
         state: logits_processors.LogitsState | None,
         masks: Array | None,
         evictions: dict[str, Array],
-    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None]:
+        features: Float[Array, "R L D"] | None,
+    ) -> tuple[Pools, Array, Array, logits_processors.LogitsState | None, Array | None]:
         """Decodes ``steps`` tokens of each request; ends early when all of a replica have sampled a stop token."""
         inputs, each = self.shape.inputs, lambda fn: sharding.per_shard(fn, "batch")
         slots, several = self.shape.slots, sharding.axis_size("batch") > 1
@@ -319,12 +406,15 @@ class EngineStep:
             return jnp.any(each(lambda packed, turn: active(inputs.unpack(packed), *turn))(packed, carry[0]))
 
         def one(carry: Any) -> Any:
-            turn, pools, last, outputs, state = carry
-            pools, hidden = self._forward(params, pools, each(read)(packed, last, turn))
+            turn, pools, last, outputs, state, features = carry
+            batch = each(read)(packed, last, turn)
+            pools, hidden = self._forward(params, pools, batch)
+            features = self._keep_features(features, packed, batch, hidden)
             logits = self._logits(params, hidden)
             turn, last, outputs, state = each(choose)(packed, logits, last, turn, outputs, state, masks)
-            return turn, pools, last, outputs, state
+            return turn, pools, last, outputs, state, features
 
         turn, last, outputs = each(begin)(packed, last)
-        _, pools, last, outputs, state = jax.lax.while_loop(continues, one, (turn, pools, last, outputs, state))
-        return pools, last, each(self.shape.outputs.pack)(outputs | evictions), state
+        begin_with = turn, pools, last, outputs, state, features
+        _, pools, last, outputs, state, features = jax.lax.while_loop(continues, one, begin_with)
+        return pools, last, each(self.shape.outputs.pack)(outputs | evictions), state, features

@@ -24,7 +24,7 @@ import sharding
 from jaxllm.files import digest
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
-from jaxllm.infer.length_limits import choose_max_len
+from jaxllm.infer.length_limits import check_branches, choose_max_len
 from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.engine_step import EngineStep
@@ -41,6 +41,7 @@ from jaxllm.parallel import distributed
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.retention import by_scores
+from pallas_kernels.paged_attention.tree_mask import BITS
 
 PAGES_PER_TRANSFER = 16
 """Pages that one program copies between device and host when a sequence is swapped."""
@@ -57,6 +58,8 @@ class ModelRunner:
     Compiles the programs of ``config`` and allocates the page pools. Arguments as for ``Engine.of``; ``reserved_bytes``
     of each device are left to others, such as a draft model. On a mesh over several processes all programs are
     compiled before the first step, because all processes must choose the same ones.
+
+    ``every_row``, ``branches``: see ``StepShape``. ``tree_tokens``: most tokens of a tree mask; None: by ``config``.
 
     ``layers``: "given": as ``params`` has them. "auto": one array per layer where all programs for that are on disk,
     which decodes faster on CPUs and GPUs and compiles longer; the stacks of ``params`` are freed then. On one device
@@ -92,8 +95,14 @@ class ModelRunner:
         progress: Callable[[str, int, int], None] | None = None,
         layers: Literal["given", "auto"] = "given",
         every_row: bool = False,
+        branches: int = 0,
+        tree_tokens: int | None = None,
     ):
         self._reserved_bytes, self._plain_first, self._every_row = reserved_bytes, plain_first, every_row
+        self._branches = branches
+        self._tree_tokens = (config.verify_tokens if config.draft_trees else 0) if tree_tokens is None else tree_tokens
+        if config.draft_trees:
+            check_branches(model.config, config.verify_tokens)
         self.config, self.vocab_size = config, vocab_size
         self.model, self._split_model = serving_model(model), serving_model(model, split=True)
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
@@ -110,6 +119,8 @@ class ModelRunner:
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
                 "w8a8, or leave batch_invariant out."
             )
+        if config.draft_features and self.mesh is not None:
+            raise ValueError("engine: draft_features, which a draft head needs, are kept on one device; not on a mesh.")
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -184,6 +195,9 @@ class ModelRunner:
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
             self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
+            if config.draft_features:
+                features = self._abstract_pools()[-1].data
+                self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)
             self.last = put(np.zeros((replicas, config.max_sequences), np.int32), self._per_replica)
             if self._full:
                 state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
@@ -195,6 +209,11 @@ class ModelRunner:
                 }
         self.programs.start()
 
+    @property
+    def features(self) -> Any:
+        """Hidden states of all tokens of the batch, Float[Array, "R L D"], with ``draft_features``."""
+        return self.pools[-1].data
+
     # Steps
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
@@ -203,7 +222,7 @@ class ModelRunner:
         least = self.shape(*self.config.program_rows(requests, tokens, decode=decode), full)
         if self.programs.complete:
             return least
-        ready = [shape for shape in self._shapes if shape.name in self.programs]
+        ready = [shape for shape in self._shapes if all(one.name in self.programs for one in self._programs_of(shape))]
         return smallest_fitting(ready, least) or least
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
@@ -212,12 +231,16 @@ class ModelRunner:
         with self._on_mesh():
             arguments = self._weights, self.pools, self.last, put(packed, self._per_replica)
             if shape.full:
-                legal = self._all_tokens[_mask_rows(shape)] if masks is None else put(masks, self._per_replica)
+                legal = self.all_tokens(shape) if masks is None else put(masks, self._per_replica)
                 self.pools, self.last, out, self.state = program(*arguments, self.state, legal)
             else:
                 self.pools, self.last, out = program(*arguments)
         out.copy_to_host_async()
         return out
+
+    def all_tokens(self, shape: StepShape) -> jax.Array:
+        """Token masks of a step that allow all tokens."""
+        return self._all_tokens[_mask_rows(shape)]
 
     def seat(self, replica: int, packed: np.ndarray) -> None:
         """Writes a request's logits-processor state into its slot."""
@@ -333,8 +356,9 @@ class ModelRunner:
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
         else:
-            largest = self._step(self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers))
-            temporaries = self.program_cache.compile_all([largest])[largest.name].memory.temp_size_in_bytes
+            largest = self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers)
+            compiled = self.program_cache.compile_all(self._programs_of(largest))
+            temporaries = max(one.memory.temp_size_in_bytes for one in compiled.values())
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
             weights, slots = map(_bytes_of, (self._abstract_weights, self._abstract_state() if self._full else ()))
             room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - weights - temporaries - slots
@@ -396,12 +420,15 @@ class ModelRunner:
             residual=any(group.residual for group in self.spec.groups),
             evicts=any(by_scores(group.rule) for group in self.spec.groups),
             every_row=self._every_row and not decode,
+            features=self.config.draft_features,
+            tree_words=0 if decode else -(-self._tree_tokens // BITS),
+            branches=0 if decode else min(self._branches, self.model.config.vocab_size),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
         """All programs, and how many of them the engine can serve with; the others with the most useful first."""
         first, others = by_usefulness(self._shapes, self._plain_first)
-        programs, later = [self._step(shape) for shape in first], list[EngineProgram]()
+        programs, later = [one for shape in first for one in self._programs_of(shape)], list[EngineProgram]()
         if self._full:
             row = logits_processors.slot_buffer(self.model.config.vocab_size)
             arguments = {"state": self._abstract_state(), "packed": self._abstract_ints(row.size)}
@@ -424,7 +451,7 @@ class ModelRunner:
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
             programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
-        return [*programs, *later, *map(self._step, others)], len(programs)
+        return [*programs, *later, *(one for shape in others for one in self._programs_of(shape))], len(programs)
 
     @functools.cached_property
     def _shapes(self) -> list[StepShape]:
@@ -440,23 +467,32 @@ class ModelRunner:
     def _full(self) -> bool:
         return "full" in self.config.samplers
 
-    def _step(self, shape: StepShape) -> EngineProgram:
-        arguments = {
-            "params": self._abstract_weights,
-            "pools": self._abstract_pools(),
+    def _programs_of(self, shape: StepShape) -> list[EngineProgram]:
+        """Programs that a step of a shape runs."""
+        arguments = {"params": self._abstract_weights, "pools": self._abstract_pools(), **self._abstract_inputs(shape)}
+        return [
+            EngineProgram(
+                shape.name, self._step(shape).__call__, arguments, ("pools", "last", "state"), config_key(shape)
+            )
+        ]
+
+    def _abstract_inputs(self, shape: StepShape) -> dict[str, Any]:
+        """Arguments of a step beside weights and pools."""
+        found: dict[str, Any] = {
             "last": self._abstract_ints(shape.slots),
             "packed": self._abstract_ints(shape.inputs.size),
         }
         if shape.full:
             width = mask_width(self.model.config.vocab_size)
-            arguments |= {"state": self._abstract_state(), "masks": self._abstract_ints(_mask_rows(shape), width)}
+            found |= {"state": self._abstract_state(), "masks": self._abstract_ints(_mask_rows(shape), width)}
+        return found
+
+    def _step(self, shape: StepShape) -> EngineStep:
         ways = 1 if self.mesh is None else self.mesh.shape.get("context", 1)
         forward_model = self._split_model if ways > 1 and not shape.decode and shape.tokens % ways == 0 else self.model
-        step = EngineStep(
+        return EngineStep(
             self.model, forward_model, self.spec.groups, shape, self.vocab_size, self.config.batch_invariant
         )
-        donated = ("pools", "last", "state")
-        return EngineProgram(shape.name, step.__call__, arguments, donated, config_key(shape))
 
     def _abstract_state(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         state = jax.eval_shape(
@@ -472,7 +508,12 @@ class ModelRunner:
         with self._on_mesh():
             shapes = jax.eval_shape(self._empty_pools)
         place = self._sharding(*POOL_AXES)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        if self.config.draft_features:
+            size = self.config.max_sequences, self.spec.max_len, self.model.config.embed_dim
+            where = jax.sharding.SingleDeviceSharding(_device_of(self.params))
+            found += (Slots(jax.ShapeDtypeStruct(size, jnp.dtype(self.model.config.dtype), sharding=where)),)
+        return found
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
         """Abstract int32 array with a leading replica dimension."""

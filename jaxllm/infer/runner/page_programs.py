@@ -32,6 +32,41 @@ def copy_pages(
     return jax.lax.fori_loop(0, count[0], one, pool)
 
 
+def keep_branch(
+    pool: Shaped[Array, "L P K _ _"],
+    table: Int[Array, "1 S J"],
+    first: Int[Array, "1 S"],
+    branch: Int[Array, "1 S G"],
+    axis: int,
+) -> Shaped[Array, "L P K _ _"]:
+    """Moves the slots of a draft tree's accepted branch to its beginning, in place, one after the other.
+
+    Args:
+        pool: a replica's pool, its slots along ``axis``.
+        table: page table of each request.
+        first: slot before the tree.
+        branch: which tokens of the tree have been accepted, see ``sample_tree``.
+    """
+    size = pool.shape[axis]
+    shape = [n if i not in (1, axis) else 1 for i, n in enumerate(pool.shape)]
+
+    def place(request: Array, slot: Array) -> list[Array]:
+        at = [jnp.zeros_like(slot)] * pool.ndim
+        at[1], at[axis] = table[0, request, slot // size], slot % size
+        return at
+
+    def one(request: Array, depth: Array, pool: Array) -> Array:
+        begin = first[0, request]
+        held = jax.lax.dynamic_slice(pool, place(request, begin + branch[0, request, depth]), shape)
+        return jax.lax.dynamic_update_slice(pool, held, place(request, begin + depth + 1))
+
+    def each(request: Array, pool: Array) -> Array:
+        accepted = jnp.sum(branch[0, request] >= 0)
+        return jax.lax.fori_loop(0, accepted, lambda depth, pool: one(request, depth, pool), pool)
+
+    return jax.lax.fori_loop(0, table.shape[1], each, pool)
+
+
 def clear_fresh_pages(
     pools: Pools, packed: Int[Array, "B elements"], shape: StepShape, groups: tuple[int, ...]
 ) -> Pools:

@@ -41,6 +41,7 @@ from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention, RetentionRule, by_scores
+from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
 KV_HEADS = ("batch", None, "attn_kv_heads", None)
@@ -221,6 +222,7 @@ class PagedCache:
         columns: of each part with a retention rule: Int[Array, "B R"], pages of each request; None of the others.
         rings: where pages are encoded as a whole: Int[Array, "B R"], ring buffer of each request, and its tokens found
             in the prefix cache, see ``Residual``.
+        tree: tree mask of the step: Int[Array, "B T E"] and Int[Array, "B R"], see ``TreeMask``; None: there is none.
         heads: ``RetainingHeads`` that score the entries when they are written; None: there are none.
     """
 
@@ -234,6 +236,7 @@ class PagedCache:
     columns: tuple[Any, ...] | None = None
     rings: tuple[Any, Any] | None = None
     heads: RetainingHeads | None = None
+    tree: tuple[Any, Any] | None = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -254,18 +257,20 @@ class PagedCache:
         def local(
             q: Array, k: Array, v: Array | None, sinks: Array | None, scores: Array | None, *shared: Any
         ) -> tuple[Array, ...]:
-            held, form, place, ragged, retention, residual = self._unshared(index, *shared)
+            held, form, place, ragged, retention, residual, tree = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
                 held = write(held, form.pack(k, v, held.data.dtype), place, ragged, ragged.tokens(len(k)))
                 first, many = jax.lax.axis_index(split) * len(q), len(q)
                 k, v = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, many), (k, v))
                 ragged = ragged.part(first, many)
+                if tree is not None:
+                    tree = tree._replace(hidden=jax.lax.dynamic_slice_in_dim(tree.hidden, first, many))
             out, pool = paged_attention(
                 q, k, v, PagePool(held.data, form, *held[1:]), place, ragged.page_table,
                 ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
                 softcap=params.softcap, decode_only=self.decode_only, retention=retention, residual=residual,
-                scores=None if scores is None else scores[0],
+                scores=None if scores is None else scores[0], tree=tree,
             )  # fmt: skip
             return out[None], *jax.tree.leaves(pool.slots)
 
@@ -303,7 +308,7 @@ class PagedCache:
         index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
 
         def local(k: Array, *shared: Any) -> tuple[Array, ...]:
-            held, form, place, ragged, retention, _ = self._unshared(index, *shared)
+            held, form, place, ragged, retention, *_ = self._unshared(index, *shared)
             new = form.pack(k[0], None, held.data.dtype)
             return tuple(jax.tree.leaves(write(held, new, place, ragged, ragged.tokens(k.shape[1]), retention)))
 
@@ -331,25 +336,27 @@ class PagedCache:
             table = jnp.stack(self.tables[own])[part]
             columns = None if self.columns is None else jnp.stack(self.columns[own])[part]
         rings = (None, None) if self.rings is None else self.rings
-        return *self.pools[index], place, table, self.starts, self.kv_lens, columns, *rings
+        tree = (None, None) if self.tree is None else self.tree
+        return *self.pools[index], place, table, self.starts, self.kv_lens, columns, *rings, *tree
 
     def _unshared(
         self,
         index: int,
         *shared: Any,
-    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None]:
+    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None, TreeMask | None]:
         """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
-        held, (place, table, starts, kv_lens, columns, rings, found) = Slots(*shared[:6]), shared[6:]
+        held, (place, table, starts, kv_lens, columns, rings, found, *tree) = Slots(*shared[:6]), shared[6:]
         group = self.groups[index]
         form = dataclasses.replace(group.format(), kv_heads=held.data.shape[2])
         retention = None if group.rule is None else Retention(group.rule, columns[0])
         residual = None if rings is None else Residual(rings[0], found[0])
-        return held, form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention, residual
+        mask = None if tree[0] is None else TreeMask(tree[0][0], tree[1][0])
+        return held, form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention, residual, mask
 
     def _with(self, index: int, leaves: Sequence[Array]) -> PagedCache:
         slots = jax.tree.unflatten(jax.tree.structure(self.pools[index]), leaves)
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-_SHARED_AXES = (*(POOL_AXES,) * 6, (), TABLES, *(PER_REQUEST,) * 5)
+_SHARED_AXES = (*(POOL_AXES,) * 6, (), TABLES, *(PER_REQUEST,) * 5, ("batch", None, None), PER_REQUEST)
 """Logical axes of ``PagedCache._shared``."""

@@ -40,6 +40,10 @@ class StepShape:
         evicts: the retention rule chooses by scores, and steps begin with its evictions.
         every_row: a token is sampled after each proposed one, whatever was sampled before: they are no proposals, but
             mask tokens of a draft.
+        features: the step keeps the hidden states of its tokens, behind the page pools, see ``keep_features``.
+        tree_words: words of a tree mask, see ``TreeMask``; 0: drafts are chains.
+        branches: number of the likeliest tokens after each row, which come out instead of sampled ones, with their
+            log-probabilities: the step is of a draft model that makes trees. 0: tokens are sampled.
     """
 
     tokens: int
@@ -58,6 +62,9 @@ class StepShape:
     residual: bool = False
     evicts: bool = False
     every_row: bool = False
+    features: bool = False
+    tree_words: int = 0
+    branches: int = 0
 
     @property
     def name(self) -> str:
@@ -77,7 +84,9 @@ class StepShape:
         request; ``copies`` after the first ``copied`` are not done; ``fresh`` are (first, stop) of the columns of a
         page table that the request has got since its last step, of groups with a retention rule, and ``stop`` is the
         number of its pages; ``found`` are tokens that a request has found in the prefix cache; ``proposed`` is the
-        number of tokens to verify at the end of the request's rows; ``targets`` are the tokens to be scored, -1 for
+        number of tokens to verify at the end of the request's rows; ``hidden`` and ``tree_first`` are the tree mask;
+        ``parents`` say after which of these tokens, from 1 on, each of them comes, 0 for the row before them, -1 where
+        there is none; ``targets`` are the tokens to be scored, -1 for
         none; ``adapters`` are the slots of the requests' adapters, -1 for none, and ``adapter_tables`` and
         ``adapter_scales`` say what is in all slots.
         """
@@ -99,6 +108,10 @@ class StepShape:
             fields += [("found", (s,), "int32")]
         if self.verifies:
             fields += [("proposed", (s,), "int32")]
+        if self.tree_words:
+            fields += [("hidden", (self.tokens, self.tree_words), "int32"), ("tree_first", (s,), "int32")]
+        if self.tree_words and not self.branches:
+            fields += [("parents", (s, self.rows - 1), "int32")]
         if self.adapters is not None:
             fields += [("adapters", (s,), "int32"), ("adapter_tables", self.adapters, "int32")]
             fields += [("adapter_scales", self.adapters[:1], "float32")]
@@ -113,11 +126,17 @@ class StepShape:
 
     @property
     def outputs(self) -> PackedBuffer:
-        """Packed buffer of the outputs that the host gets; ``evictions`` are those of ``evict``, by page table."""
+        """Packed buffer of the outputs that the host gets; ``evictions`` are those of ``evict``, by page table.
+
+        Rows are the last rows of each request, or with a tree mask the tokens that were sampled one after the other.
+        """
         n, s = (self.decode_steps if self.decode else self.rows), self.requests
         fields = [("tokens", (n, s), "int32")]
         if self.evicts:
             fields += [("evictions", (len(self.retained), s, 3), "int32")]
+        if self.branches:
+            each = (n, s, self.branches)
+            fields += [("branch_ids", each, "int32"), ("branch_logs", each, self.logprob_dtype)]
         if self.full:
             top = (n, s, self.top_logprobs)
             fields += [

@@ -13,6 +13,7 @@ hold, and keeps those that the sequence begins with. This covers refused tokens,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from jaxllm.infer.length_limits import choose_max_len, hard_limit
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.speculate.draft_tree import DraftTree
 from jaxllm.models import Functional
 from jaxllm.text import Tokenizer
 
@@ -56,8 +58,8 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Tokens whose keys and values a slot of the draft's KV cache holds: the first of a sequence, then drafted ones."""
+class HeldTokens:
+    """Tokens whose keys and values a slot of a draft's KV cache holds: the first of a sequence, then drafted ones."""
 
     sequence: Sequence
     length: int
@@ -87,6 +89,13 @@ class _Step:
         tokens = self.shape.outputs.views(np.asarray(self.result)[replica])["tokens"][:, row].tolist()
         return tokens[: self.steps] if self.shape.decode else tokens
 
+    def branches(self, one: Sequence, rows: int) -> list[tuple[list[int], list[float]]]:
+        """Likeliest tokens after each of a sequence's last rows, and their log-probabilities; waits for the result."""
+        replica, row = self.rows[one]
+        found = self.shape.outputs.views(np.asarray(self.result)[replica])
+        ids, logprobs = (found[name][self.shape.rows - rows :, row].tolist() for name in ("branch_ids", "branch_logs"))
+        return list(zip(ids, logprobs, strict=True))
+
 
 class DraftModelProposer:
     """Draft model of an engine, for all sequences of a step together; see ``BatchProposer``.
@@ -95,6 +104,9 @@ class DraftModelProposer:
         model, params: draft model and its weights.
         served: model that the proposals are for.
         masks: mask tokens that the draft has, by the ids after those of its vocabulary; 0: it drafts a token a pass.
+        branches: likeliest tokens that a step finds after each row, in place of a sampled one, see ``StepShape``.
+        rows: most rows of a sequence after which it does.
+        tree_tokens: most tokens of a sequence that a tree mask covers.
 
     Attributes:
         runner: runs the draft model.
@@ -103,7 +115,16 @@ class DraftModelProposer:
         ValueError: the draft cannot propose for the served model; says why.
     """
 
-    def __init__(self, model: Functional, params: Any, served: ServedModel, masks: int = 0):
+    def __init__(
+        self,
+        model: Functional,
+        params: Any,
+        served: ServedModel,
+        masks: int = 0,
+        branches: int = 0,
+        rows: int = 1,
+        tree_tokens: int = 0,
+    ):
         config = served.config
         self._masks = [model.config.vocab_size + number for number in range(min(masks, config.verify_tokens - 1))]
         max_len = choose_max_len(served.model.config, config.max_len, served.longest)
@@ -113,18 +134,19 @@ class DraftModelProposer:
         sizes = EngineConfig(
             max_sequences=config.max_sequences, max_batched_tokens=config.max_batched_tokens, max_len=max_len,
             page_size=page_size, pages=max(config.max_sequences * columns, columns + 1),
-            buckets=config.prompt_buckets, decode_steps=1 if self._masks else config.verify_tokens,
-            verify_tokens=len(self._masks), samplers=("plain",), prefix_cache=False,
+            buckets=config.prompt_buckets, decode_steps=1 if self._masks or branches else config.verify_tokens,
+            verify_tokens=rows if branches else len(self._masks), samplers=("plain",), prefix_cache=False,
         )  # fmt: skip
         self.runner = ModelRunner(
             model, params, sizes, vocab_size=served.vocab_size, mesh=served.mesh, manifest=served.manifest,
             strict=served.strict, background=served.background, every_row=bool(self._masks),
+            branches=branches, tree_tokens=tree_tokens,
         )  # fmt: skip
         # A slot has the same pages for ever: those of layers with a sliding window are used in turn.
         slots, places = np.arange(config.max_sequences, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
         each = (min(columns, pages // config.max_sequences) for pages in self.runner.spec.pages)
         self._tables = [slots * count + places % count for count in each]
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[tuple[int, int], HeldTokens] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -132,7 +154,7 @@ class DraftModelProposer:
         leaves = jax.tree.leaves((self.runner.params, self.runner.pools))
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
-    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> list[list[int] | None]:
+    def propose_all(self, wanted: list[tuple[Sequence, int]]) -> Many[list[int] | DraftTree | None]:
         """Proposes up to so many tokens for each sequence; None for those that it has not read to their end yet.
 
         A call reads at most ``max_batched_tokens`` tokens, so that a long prompt does not hold up other sequences.
@@ -141,7 +163,7 @@ class DraftModelProposer:
         places = {one: self._known(one) for one in counts}
         if self._masks:
             drafts = self._draft_at_once(counts, places)
-            return [_until_stop(one, drafts[one]) if one in drafts else None for one in counts]
+            return [until_stop(one, drafts[one]) if one in drafts else None for one in counts]
         unread = any(len(one.tokens) - place > 1 for one, place in places.items())
         drafting, read = self._read(places) if unread else (list(counts), None)
         steps = max((counts[one] for one in drafting), default=0) - unread
@@ -150,11 +172,15 @@ class DraftModelProposer:
         steps_run = [step for step in (read, decoded) if step is not None]
         drafts = {one: [token for step in steps_run for token in step.tokens(one)] for one in drafting}
         for one, draft in drafts.items():
-            self._held[one.replica, one.slot] = _Held(one, len(one.tokens), draft[:-1])
-        return [_until_stop(one, drafts[one][:count]) if one in drafts else None for one, count in wanted]
+            self._remember(one, draft[:-1])
+        return [until_stop(one, drafts[one][:count]) if one in drafts else None for one, count in wanted]
 
     def swap(self, params: Any) -> None:
         """Does nothing: the draft's weights are not those that the engine replaces."""
+
+    def _remember(self, one: Sequence, drafted: list[int]) -> None:
+        """Notes that the KV cache of a sequence's slot holds all its tokens, and after them drafted ones."""
+        self._held[one.replica, one.slot] = HeldTokens(one, len(one.tokens), drafted)
 
     def _known(self, one: Sequence) -> int:
         held = self._held.get((one.replica, one.slot))
@@ -166,7 +192,7 @@ class DraftModelProposer:
         for one, place in sorted(places.items(), key=lambda each: len(each[0].tokens) - each[1]):
             if count := min(len(one.tokens) - place, room):
                 chunks.append(ScheduledChunk(one, place, count, samples=True))
-                self._held[one.replica, one.slot] = _Held(one, place + count)
+                self._held[one.replica, one.slot] = HeldTokens(one, place + count)
                 room -= count
         ready = [c.sequence for c in chunks if c.start + c.count == len(c.sequence.tokens)]
         return ready, self._start(chunks, 1, decode=False)
@@ -182,7 +208,7 @@ class DraftModelProposer:
             elif count := min(unread, room):
                 chunks.append(ScheduledChunk(one, place, count, samples=True))
             room -= count
-            self._held[one.replica, one.slot] = _Held(one, min(place + count, len(one.tokens)))
+            self._held[one.replica, one.slot] = HeldTokens(one, min(place + count, len(one.tokens)))
         ready = {c.sequence: len(c.proposed) for c in chunks if c.start + c.count >= len(c.sequence.tokens)}
         step = self._start(chunks, 1, decode=False)
         return {one: step.tokens(one)[-1 - masks :] for one, masks in ready.items()}
@@ -221,10 +247,19 @@ def parse_model(text: str) -> str:
 
 
 def load_draft(name: str, served: ServedModel) -> DraftModelProposer:
-    """Loads a draft model, in the served model's dtype unless it is a run's, and makes its proposer.
+    """Loads a draft model and makes its proposer.
 
     Raises:
-        ValueError: its tokenizer is not the served model's; or see ``DraftModelProposer``.
+        ValueError: see ``load_draft_model`` and ``DraftModelProposer``.
+    """
+    return DraftModelProposer(*load_draft_model(name, served), served)
+
+
+def load_draft_model(name: str, served: ServedModel) -> tuple[Functional, Any]:
+    """Loads a draft model and its weights, in the served model's dtype unless it is a run's.
+
+    Raises:
+        ValueError: its tokenizer is not the served model's.
     """
     is_run = (find_model(name) / "checkpoints").is_dir()
     loaded = load_model(name, mesh=served.mesh, dtype=None if is_run else served.model.config.dtype)
@@ -235,7 +270,7 @@ def load_draft(name: str, served: ServedModel) -> DraftModelProposer:
             f"speculate: the draft model {name} has another tokenizer than the served model{sizes}; a draft must have "
             "the same tokens by the same ids. Give a model of the same family, or ngram."
         )
-    return DraftModelProposer(loaded.model, loaded.params, served)
+    return loaded.model, loaded.params
 
 
 def _check(model: Functional, served: ServedModel, max_len: int) -> None:
@@ -268,7 +303,7 @@ def _common_prefix(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _until_stop(one: Sequence, draft: list[int]) -> list[int]:
+def until_stop(one: Sequence, draft: list[int]) -> list[int]:
     """Draft up to its first stop token: a completion that is accepted up to there ends."""
     end = next((i for i, token in enumerate(draft, 1) if token in one.request.stop_ids), len(draft))
     return draft[:end]

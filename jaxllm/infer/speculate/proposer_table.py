@@ -8,9 +8,12 @@ from typing import Any
 
 from jaxllm.infer.engine.proposer import AnyProposer
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_head import load_head
 from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
+from jaxllm.infer.speculate.head_draft import HeadProposer, with_features
 from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer, parse_kept
+from jaxllm.infer.speculate.tree_draft import load_tree_draft, parse_tree, with_trees
 
 
 @dataclass(frozen=True)
@@ -21,16 +24,22 @@ class ProposerKind:
         usage: how it is named, such as ``ngram[:N]``.
         parse: reads and checks the text after the colon, before any model is loaded; raises ValueError.
         make: makes the proposer of what ``parse`` returned and the served model.
+        configure: changes a configuration as the proposer needs it; None: nothing to change.
+        sets_tokens: the argument says how many draft tokens there are.
     """
 
     usage: str
     parse: Callable[[str], Any]
     make: Callable[[Any, ServedModel], AnyProposer]
+    configure: Callable[[EngineConfig, Any], EngineConfig] | None = None
+    sets_tokens: bool = False
 
 
 PROPOSERS: dict[str, ProposerKind] = {
     "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
     "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
+    "tree": ProposerKind("tree:MODEL,BUDGET", parse_tree, load_tree_draft, with_trees, sets_tokens=True),
+    "head": ProposerKind("head:DIR", load_head, HeadProposer, with_features),
     "self": ProposerKind("self:LAYERS|FILE", parse_kept, SelfDraftProposer),
 }
 """Proposers by name."""
@@ -70,10 +79,27 @@ def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | 
         return config
     if tokens is not None and tokens < 1:
         raise ValueError(f"speculate_tokens = {tokens}; give 1 or more, or leave speculate out.")
-    proposer_kind(speculate)
+    kind, _ = proposer_kind(speculate)
     if tokens is None:
-        return replace(config, speculate=speculate)
-    return replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed")
+        return configured(replace(config, speculate=speculate))
+    if kind.sets_tokens:
+        raise ValueError(
+            f"speculate_tokens = {tokens} with speculate = {speculate!r}, whose argument says how many tokens: "
+            f"{kind.usage}. Leave speculate_tokens out."
+        )
+    return configured(replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed"))
+
+
+def configured(config: EngineConfig) -> EngineConfig:
+    """Configuration as the proposer that it names needs it.
+
+    Raises:
+        ValueError: see ``proposer_kind``; or the proposer does not go with the configuration.
+    """
+    if config.speculate is None:
+        return config
+    kind, argument = proposer_kind(config.speculate)
+    return config if kind.configure is None else kind.configure(config, argument)
 
 
 def make_proposer(served: ServedModel) -> AnyProposer:

@@ -33,6 +33,7 @@ def dispatch_and_combine(
     *,
     expert_axis: str | None = None,
     room: int | None = None,
+    partial: bool = False,
 ) -> Float[Array, "T D"]:
     """Dropless mixture: ``sum over a of weights[t, a] * expert[experts[t, a]](x[t])``.
 
@@ -44,6 +45,7 @@ def dispatch_and_combine(
         count: number of experts of this shard, X.
         expert_axis: mesh axis the experts are split over, inside ``jax.shard_map``; None if all experts are here.
         room: rows of a receive buffer, see ``expert_exchange.receive_rows``; None for its default.
+        partial: an index of ``count`` is none of the experts, and contributes nothing; with all experts here.
     """
     shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
     with jax.named_scope("dispatch"):
@@ -56,6 +58,8 @@ def dispatch_and_combine(
     if expert_axis is None:
         with jax.named_scope("experts"):
             out = run(params, rows, scales, sizes)
+            if partial:  # rows after those of the last expert are undefined
+                out = jnp.where(jnp.arange(out.shape[0])[:, None] < jnp.sum(sizes), out, 0)
     else:
         out = exchanged(run, params, rows, scales, sizes.reshape(shards, -1), expert_axis, room)
     with jax.named_scope("combine"):

@@ -122,9 +122,18 @@ class Experts(nnx.Module):
             self.down_bias = constant(0.0, (e, d), ("experts", None), dtype, role="bias")
 
     def __call__(
-        self, x: Float[Array, "B S D"], experts: Int[Array, "B S A"], weights: Float[Array, "B S A"]
+        self,
+        x: Float[Array, "B S D"],
+        experts: Int[Array, "B S A"],
+        weights: Float[Array, "B S A"],
+        *,
+        partial: bool = False,
     ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
-        """Weighted sum of each token's experts, and the number of dropped rows."""
+        """Weighted sum of each token's experts, and the number of dropped rows.
+
+        Args:
+            partial: only some experts are here: an index beyond them is none, and contributes nothing.
+        """
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
         token_axes = sharding.axis_names(*TOKENS[:2])
@@ -152,7 +161,7 @@ class Experts(nnx.Module):
             axis, count = (expert_axes[0] if expert_axes else None), own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
             if config.capacity is None:
-                out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axis=axis)
+                out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axis=axis, partial=partial)
             else:
                 out, lost = dispatch_within_capacity(
                     rows, chosen, shares, run, own, count, config.capacity, expert_axis=axis
@@ -228,15 +237,22 @@ class Moe(nnx.Module):
     def transform(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
         """Output of the layer, and the routing of its tokens."""
         x = sharding.constrain(x, "batch", "seq", "act_embed")
-        config = self.config
-        dtype = at_least_f32(x.dtype)
+        routing = self.routing(x)
+        out, dropped = self.experts(x, routing.experts, routing.weights)
+        return self.with_shared(x, out), routing._replace(dropped=dropped)
+
+    def routing(self, x: Float[Array, "B S D"]) -> Routing:
+        """Routing of tokens, before any expert computes."""
+        config, dtype = self.config, at_least_f32(x.dtype)
         logits = self.router(x.astype(dtype), TOKENS, self.router_bias if config.router.bias else None)
         with jax.named_scope("router"):
             bias = use(self.balance_bias, dtype) if config.router.balance_bias else None
-            routing = route(config.router, config.top_k, logits, bias)
-        out, dropped = self.experts(x, routing.experts, routing.weights)
+            return route(config.router, config.top_k, logits, bias)
+
+    def with_shared(self, x: Float[Array, "B S D"], out: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Output of the layer: that of the experts, and the shared expert's."""
         out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
-        if config.shared:
+        if self.config.shared:
             with jax.named_scope("shared_expert"):
                 out = out + self.shared.transform(x)
-        return out, routing._replace(dropped=dropped)
+        return out

@@ -33,17 +33,16 @@ def sharded_is_unsharded(case: tuple[str, str]) -> float:
     return sharded_error(*case)
 
 
-@proof("adapters", cases=KINDS, sample=1, float64=True)
-def a_method_is_its_definition(kind: str) -> None:
-    """Loss and gradients of the adapter to 1e-10: those of the dense merged weight, as which it starts; of each token
-    through its experts, one by one; of each document alone with dense attention to its virtual tokens.
+@proof("adapters", cases=KINDS, sample=1, float64=True, bound=1e-10)
+def a_method_is_its_definition(kind: str) -> float:
+    """Loss and gradients of the adapter: those of the dense merged weight, as which it starts; of each token through
+    its experts, one by one; of each document alone with dense attention to its virtual tokens.
     """
     if kind in test_methods.KINDS:
-        test_methods.test_a_method_is_its_definition(kind)
-    elif kind in test_expert_adapters.KINDS:
-        test_expert_adapters.test_experts_are_their_definition(kind)
-    else:
-        test_virtual_tokens.test_virtual_tokens_are_their_definition(kind)
+        return test_methods.error_of_definition(kind)
+    if kind in test_expert_adapters.KINDS:
+        return test_expert_adapters.error_of_definition(kind)
+    return test_virtual_tokens.error_of_definition(kind)
 
 
 @proof("adapters", cases=("cosine",), sample=1, float64=True)

@@ -13,17 +13,18 @@ import scipy.stats
 from jaxllm.infer import Engine, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.speculate.draft_head import FUSIONS
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer
-from pallas_kernels.paged_attention.kv_formats import quantised_formats
+from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
 from tests.infer import engines
-from tests.infer.drafts import trained_draft
+from tests.infer.drafts import drawn_head, learned_head, trained_draft
 from tests.infer.proposers import OracleProposer
 from tests.infer.test_verification import asked, equal
 from tests.proofs.harness import proof
 
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "layers apart")
-PROPOSERS = ("ngram", "draft", "self", "trained")
+PROPOSERS = ("ngram", "draft", "tree", "head", "self", "trained")
 FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
 MOST = 3
 """Draft tokens."""
@@ -65,6 +66,8 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
     """A proposer of each kind; the draft is the model with other numbers mixed in."""
     if name == "ngram":
         return NgramProposer(int(rng.integers(1, 5)))
+    if name == "head":
+        return engines.head_draft(engine, drawn_head(family, str(rng.choice([*FUSIONS])), rng))
     if name == "self":
         layers = engines.model_of(family, "float64").layers
         return engines.self_draft(engine, int(rng.integers(1, layers)))
@@ -72,7 +75,8 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
         return engines.self_draft(engine, trained_draft(family, int(rng.integers(1, MOST)), rng))
     share, one, other = rng.choice([0.0, 0.1, 0.5]), *(engines.params_of(family, "float64", seed) for seed in (4, 5))
     params = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
-    return engines.draft(engine, engines.model_of(family, "float64"), params)
+    make = engines.tree_draft if name == "tree" else engines.draft
+    return make(engine, engines.model_of(family, "float64"), params)
 
 
 @proof("speculation", count=40, sample=1, float64=True, bound=1e-10, counts=("proposed", "accepted"))
@@ -85,9 +89,13 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
     """
     rng = np.random.default_rng(seed)
     way, name, family = (str(rng.choice(some)) for some in (WAYS, PROPOSERS, FAMILIES))
-    lossy = ("bfloat16", *quantised_formats())
+    if name == "head" and way == "tight, swap":  # which features do not go with
+        way = "tight, recompute"
+    # Trees go with formats that encode a token by itself.
+    trees = name == "tree"
+    lossy = ("bfloat16", *(form for form in quantised_formats() if not (trees and kv_format(form).residual)))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
-    engine = build(way, family, kv_dtype=kv)
+    engine = build(way, family, kv_dtype=kv, draft_trees=trees, draft_features=name == "head")
     requests = asked(rng, engine.config, 3)
     want = engines.serve(engine, requests)
     assert engine.metrics.drafts == 0
@@ -102,7 +110,8 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
         counts["proposed"] += engine.metrics.proposed_tokens
         counts["accepted"] += engine.metrics.accepted_tokens
     if name != "ngram":
-        assert proposer.runner.program_cache.counts.late == 0
+        own = proposer if name == "head" else proposer.runner
+        assert own.program_cache.counts.late == 0
         assert counts["proposed"] > 0
     assert engine.runner.program_cache is not None
     assert engine.runner.program_cache.counts.late == 0
@@ -116,27 +125,36 @@ DRAWS, ALLOWED = 6000, (3, 11, 20, 37)
 @proof("speculation", cases=PROPOSERS, sample=1, float64=True)
 def samples_have_the_exact_distribution(name: str) -> None:
     """Chi-square of the second and third token against the model's probabilities, and equality draw by draw."""
-    engine, rng = build("roomy", "llama", decode_steps=1), np.random.default_rng([*name.encode()])
-    prompt = [5, 9, 5, 9, *ALLOWED, 5, 9]
+    fields = {"draft_trees": name == "tree", "draft_features": name == "head"}
+    engine, rng = build("roomy", "llama", decode_steps=1, **fields), np.random.default_rng([*name.encode()])
+    prompt, allowed = [5, 9, 5, 9, *ALLOWED, 5, 9], ALLOWED
+    if name in ("tree", "head"):  # which guess likely tokens
+        likeliest = np.argsort(engines.logprobs_of("llama", "float64", prompt)[-1])[-4:]
+        allowed = tuple(sorted(likeliest.tolist()))
     requests = [
-        {"prompt": prompt, "params": SamplingParams(max_tokens=4, seed=seed, allowed_tokens=ALLOWED)}
+        {"prompt": prompt, "params": SamplingParams(max_tokens=4, seed=seed, allowed_tokens=allowed)}
         for seed in range(DRAWS)
     ]
-    want = engines.serve(engine, requests, check=False)
-    speculate(engine, proposer_of(name, engine, "llama", rng), FixedDraftLength(MOST))
-    got = engines.serve(engine, requests, check=False)
+    parts = [requests[at : at + 1000] for at in range(0, DRAWS, 1000)]
+    want = [one for part in parts for one in engines.serve(engine, part, check=False)]
+    if name == "head":
+        proposer = engines.head_draft(engine, learned_head("gated", 150, 0)[0])
+    else:
+        proposer = proposer_of(name, engine, "llama", rng)
+    speculate(engine, proposer, FixedDraftLength(MOST))
+    got = [one for part in parts for one in engines.serve(engine, part, check=False)]
     equal(got, want)
     assert engine.metrics.accepted_tokens > DRAWS / 20
     expected = np.zeros((4,) * 3)
-    logs = lambda tokens: engines.logprobs_of("llama", "float64", tokens)[-1][list(ALLOWED)]  # noqa: E731
+    logs = lambda tokens: engines.logprobs_of("llama", "float64", tokens)[-1][list(allowed)]  # noqa: E731
     first = softmax(logs(prompt))
     for i, j in itertools.product(range(4), repeat=2):
-        second = softmax(logs([*prompt, ALLOWED[i]]))
-        third = softmax(logs([*prompt, ALLOWED[i], ALLOWED[j]]))
+        second = softmax(logs([*prompt, allowed[i]]))
+        third = softmax(logs([*prompt, allowed[i], allowed[j]]))
         expected[i, j] = first[i] * second[j] * third
     seen = np.zeros((4,) * 3)
     for request in got:
-        seen[tuple(ALLOWED.index(token) for token in request.sequences[0].tokens[len(prompt) :][:3])] += 1
+        seen[tuple(allowed.index(token) for token in request.sequences[0].tokens[len(prompt) :][:3])] += 1
     enough = expected * DRAWS >= 5
     observed = np.append(seen[enough], seen[~enough].sum())
     wanted = np.append(expected[enough], expected[~enough].sum()) * DRAWS
@@ -153,12 +171,15 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     """64 streams, cancelled, preempted and with weights replaced, under measured lengths: every page comes back."""
     rng = np.random.default_rng(seed)
     name, way = str(rng.choice(PROPOSERS)), str(rng.choice(["tight, recompute", "tight, swap"]))
+    way = "tight, recompute" if name == "head" else way
+    fields = {"draft_trees": name == "tree", "draft_features": name == "head"}
     engine = engines.build(
-        dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST),
+        dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, **fields),
         proposer=OracleProposer("silent", rng, 1),
     )
-    if name == "draft":
-        proposer: Any = engines.draft(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
+    if name in ("draft", "tree"):
+        make: Any = engines.draft if name == "draft" else engines.tree_draft
+        proposer: Any = make(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
     else:
         proposer = NgramProposer() if name == "ngram" else proposer_of(name, engine, "llama", rng)
     config = engine.config
@@ -178,7 +199,9 @@ def nothing_leaks(seed: int) -> dict[str, float]:
         assert step < 20_000
     assert all(s.finish in ("stop", "length", "cancelled") for r in made for s in r.sequences)
     assert all(pages.available == pages.count for pages in engine.scheduler.pages)
-    runners = [engine.runner] if name == "ngram" else [engine.runner, proposer.runner]
+    runners: list[Any] = [engine.runner]
+    if name != "ngram":
+        runners.append(proposer if name == "head" else proposer.runner)
     assert all(one.program_cache is not None and one.program_cache.counts.late == 0 for one in runners)
     assert engine.metrics.drafts > 0
     return {"preemptions": float(engine.scheduler.preemptions)}

@@ -1,0 +1,283 @@
+"""Expert stage: runs a mixture layer whose experts are in slots, load by load.
+
+The program of such a layer is in three parts: up to the router's choice, which the host reads; the experts that are in
+slots, once for each round of loads; and the sum (EdgeMoE, arXiv:2308.14352). The rows of each expert are computed once,
+so slots change no result.
+
+Legend: B replicas (1), T rows of the flat batch, A experts of a token, E experts, N slots, D embed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.infer.runner.page_programs import Pools
+from jaxllm.infer.runner.paged_cache import PagedCache
+from jaxllm.infer.runner.program_cache import EngineProgram
+from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_slots, one_expert, wanted_experts
+from jaxllm.infer.streaming.layer_store import Unit
+from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureParts:
+    """Parts of block ``block`` of a repeat of ``segment``, as pure functions.
+
+    Weights are those of the block; its experts' matrices are the N that are in slots.
+    """
+
+    step: StreamedStep
+    segment: int
+    block: int
+
+    def _module(self, weights: Any, layer: Any) -> Any:
+        return self.step.step.model.block(self.segment, self.block, weights, layer)
+
+    def route(
+        self,
+        params: Any,
+        weights: Any,
+        pools: Pools,
+        batch: tuple[Any, ...],
+        hidden: Float[Array, "B T D"],
+        layer: Int[Array, ""],
+    ) -> tuple[Any, ...]:
+        """Attention and routing.
+
+        Returns:
+            the pools, the residual stream, the layer's input, the chosen experts [B, T, A], their weights, and the
+            router's shares [B, T, E].
+        """
+        with sharding.use_rules(self.step.step.model.rules):
+            inputs = step_batch(batch)
+            ctx = self.step.step.context(pools, inputs, params.get(RETAINING_HEADS))
+            block = self._module(weights, layer)
+            x, h, ctx = block.attend(hidden, inputs.positions, layer, ctx)
+            assert isinstance(ctx, PagedCache)
+            routing = block.mlp.routing(h)
+        return ctx.pools, x, h, routing.experts, routing.weights, routing.shares
+
+    def experts(
+        self,
+        weights: Any,
+        h: Float[Array, "B T D"],
+        chosen: Int[Array, "B T A"],
+        shares: Float[Array, "B T A"],
+        table: Int[Array, " E"],
+        total: Float[Array, "B T D"] | None,
+    ) -> Float[Array, "B T D"]:
+        """Adds the outputs of experts in slots to a sum.
+
+        Args:
+            table: slot of each expert that computes now; N for the others.
+            total: the sum so far; None: nothing.
+        """
+        with sharding.use_rules(self.step.step.model.rules):
+            out, _ = self._module(weights, jnp.int32(0)).mlp.experts(h, table[chosen], shares, partial=True)
+        return out if total is None else total + out
+
+    def join(
+        self, weights: Any, x: Float[Array, "B T D"], h: Float[Array, "B T D"], total: Float[Array, "B T D"]
+    ) -> Float[Array, "B T D"]:
+        """The residual stream after the layer."""
+        with sharding.use_rules(self.step.step.model.rules):
+            block = self._module(weights, jnp.int32(0))
+            return block.add(x, block.mlp.with_shared(h, total))
+
+    def predict(self, weights: Any, x: Float[Array, "B T D"]) -> Int[Array, "B T A"]:
+        """Experts that this layer's router would choose for the stream of an earlier layer."""
+        with sharding.use_rules(self.step.step.model.rules):
+            block = self._module(weights, jnp.int32(0))
+            h = block.mlp_norm(x) if block.norms != "post" else x
+            return block.mlp.routing(h).experts
+
+
+class ExpertStage:
+    """Slots of all mixture layers, and the programs that use them.
+
+    Args:
+        experts: experts on the host, by unit and block.
+        placement: number of slots, and who leaves.
+        place: sharding of the device.
+
+    Attributes:
+        counts: what was wanted, found and loaded.
+        slots: slots of each layer.
+    """
+
+    def __init__(self, experts: Mapping[tuple[Unit, str], Any], placement: WeightPlacement, place: Any):
+        self._experts, self._place, self._prefetch = experts, place, placement.prefetch
+        many = placement.expert_slots
+        self.counts = SlotCounts()
+        self.slots = {
+            key: ExpertSlots(jax.tree.leaves(own)[0].shape[0], many, placement.eviction) for key, own in experts.items()
+        }
+        zeros = lambda shape, dtype: jax.device_put(np.zeros(shape, dtype), place)  # noqa: E731
+        self._buffers = {key: empty_slots(own, many, zeros) for key, own in experts.items()}
+        self._ahead = dict[tuple[Unit, str], set[int]]()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._buffers))
+
+    def has(self, segment: int, block: str) -> bool:
+        """Whether a block of a segment has experts in slots."""
+        return any(unit.segment == segment and b == block for unit, b in self._experts)
+
+    def with_slots(self, unit: Unit, block: str, weights: Any) -> Any:
+        """Weights of a block with its slots in the place of the experts."""
+        return weights | {"mlp": weights["mlp"] | {"experts": self._buffers[unit, block]}}
+
+    def write_programs(self) -> list[EngineProgram]:
+        """Programs that write an expert into a slot, one for each shape of experts."""
+        found: dict[str, EngineProgram] = {}
+        for key, own in self._experts.items():
+            name = _write_name(self._buffers[key])
+            content = jax.tree.map(lambda x: self._abstract((1, *x.shape[1:]), x.dtype), own)
+            arguments = {
+                "slots": jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[key]),
+                "number": self._abstract((), np.int32),
+                "content": content,
+            }
+            found[name] = EngineProgram(name, _write, arguments, ("slots",))
+        return list(found.values())
+
+    def programs(
+        self, name: str, step: StreamedStep, segment: int, block: str, abstract: Mapping[str, Any], key: Any
+    ) -> list[EngineProgram]:
+        """Programs of a mixture layer for a step's shape.
+
+        Args:
+            name: name of the shape.
+            segment, block: the layer, in any repeat.
+            abstract: shapes of "params", "weights" of the block without experts, "pools", "batch" and "hidden".
+            key: see ``EngineProgram``.
+        """
+        parts = MixtureParts(step, segment, int(block))
+        unit = next(unit for unit, b in self._experts if unit.segment == segment and b == block)
+        slots = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[unit, block])
+        weights = abstract["weights"] | {"mlp": abstract["weights"]["mlp"] | {"experts": slots}}
+        routed = {
+            "params": abstract["params"], "weights": weights, "pools": abstract["pools"], "batch": abstract["batch"],
+            "hidden": abstract["hidden"], "layer": self._abstract((), np.int32),
+        }  # fmt: skip
+        _, x, h, chosen, shares, _ = jax.tree.map(
+            lambda a: self._abstract(a.shape, a.dtype), jax.eval_shape(parts.route, *routed.values())
+        )
+        table = self._abstract(self.slots[unit, block].table.shape, np.int32)
+        first = {"weights": weights, "h": h, "chosen": chosen, "shares": shares, "table": table}
+        made = f"{name}-layers-{segment}-{block}"
+        joined = {"weights": weights, "x": x, "h": h, "total": h}
+        programs = [
+            EngineProgram(f"{made}-route", parts.route, routed, ("pools",), key),
+            EngineProgram(f"{made}-first", functools.partial(parts.experts, total=None), first, (), key),
+            EngineProgram(f"{made}-more", parts.experts, first | {"total": h}, ("total",), key),
+            EngineProgram(f"{made}-join", parts.join, joined, (), key),
+        ]
+        if self._prefetch:
+            programs.append(EngineProgram(f"{made}-predict", parts.predict, {"weights": weights, "x": x}, (), key))
+        return programs
+
+    def run(
+        self,
+        programs: Mapping[str, Any],
+        name: str,
+        unit: Unit,
+        block: str,
+        layer: Any,
+        given: tuple[Any, Any, Any, Any, Any],
+        tokens: int,
+        following: tuple[Unit, str, Any] | None,
+    ) -> tuple[Pools, Array]:
+        """Runs a mixture layer.
+
+        Args:
+            programs: compiled programs by name.
+            name: name of the step's shape.
+            unit, block: the layer.
+            layer: its number, on the device.
+            given: parameters outside of blocks, weights of the block without experts, pools, batch, hidden states.
+            tokens: rows of the flat batch that are of requests.
+            following: unit, block and weights of the next mixture layer, if they are on the device.
+
+        Returns:
+            the pools and the hidden states.
+        """
+        params, weights, pools, batch, hidden = given
+        made, key = f"{name}-layers-{unit.segment}-{block}", (unit, block)
+        slots = self.slots[key]
+        own = functools.partial(self.with_slots, unit, block, weights)
+        pools, x, h, chosen, shares, of_router = programs[f"{made}-route"](params, own(), pools, batch, hidden, layer)
+        guess = None
+        if self._prefetch and following is not None:
+            to, b, next_weights = following
+            guess = programs[f"{name}-layers-{to.segment}-{b}-predict"](self.with_slots(to, b, next_weights), x)
+            guess.copy_to_host_async()
+        numbers = np.asarray(chosen)[0]
+        wanted = wanted_experts(numbers, tokens)
+        if slots.eviction == "score":
+            slots.see(np.asarray(of_router)[0, :tokens].mean(axis=0))
+        self._count(key, wanted)
+        total = None
+        for some, loads in slots.rounds(wanted):
+            for expert, slot in loads:
+                self._load(programs, key, expert, slot)
+            table = np.full_like(slots.table, slots.slots)
+            table[some] = slots.table[some]
+            here = jax.device_put(table, self._place)
+            if total is None:
+                total = programs[f"{made}-first"](own(), h, chosen, shares, here)
+            else:
+                total = programs[f"{made}-more"](own(), h, chosen, shares, here, total)
+            self.counts.rounds += 1
+        hidden = programs[f"{made}-join"](own(), x, h, total)
+        if guess is not None and following is not None:
+            self._load_ahead(programs, following[:2], wanted_experts(np.asarray(guess)[0], tokens))
+        return pools, hidden
+
+    def _count(self, key: tuple[Unit, str], wanted: list[int]) -> None:
+        hits = sum(self.slots[key].has(expert) for expert in wanted)
+        self.counts.wanted += len(wanted)
+        self.counts.hits += hits
+        self.counts.predicted_hits += len(self._ahead.pop(key, set()).intersection(wanted))
+
+    def _load(self, programs: Mapping[str, Any], key: tuple[Unit, str], expert: int, slot: int) -> None:
+        content = jax.device_put(one_expert(self._experts[key], expert), self._place)
+        number = jax.device_put(np.int32(slot), self._place)
+        self._buffers[key] = programs[_write_name(self._buffers[key])](self._buffers[key], number, content)
+        self.counts.loads += 1
+        self.counts.load_bytes += sum(x.nbytes for x in jax.tree.leaves(content))
+
+    def _load_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str], guess: list[int]) -> None:
+        slots, loaded = self.slots[key], set[int]()
+        for expert in guess[: slots.slots]:
+            if (slot := slots.ahead(expert, keep=guess[: slots.slots])) is not None:
+                self._load(programs, key, expert, slot)
+                loaded.add(expert)
+        self._ahead[key] = loaded
+        self.counts.predicted += len(loaded)
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+
+def _write(slots: Any, number: Int[Array, ""], content: Any) -> Any:
+    """Writes an expert into a slot."""
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, number, axis=0), slots, content)
+
+
+def _write_name(slots: Any) -> str:
+    """Name of the program that writes into slots of these shapes."""
+    return "expert-" + "-".join("x".join(map(str, (*x.shape, x.dtype))) for x in jax.tree.leaves(slots))

@@ -1,0 +1,297 @@
+"""Layer stores: where the weights of layers are while they are not on the device.
+
+A unit is one repeat of a segment's group of layers, what ``Functional.group`` computes; for most models it is a layer.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jaxllm.files import atomic, digest, read_json, write_json
+
+INDEX = "layers.json"
+ALIGNMENT = 64
+"""Bytes that arrays in a file are aligned to, with which the CPU backend uses them without a copy."""
+READ_ATTEMPTS = 3
+"""Attempts to read a unit's file before the step fails."""
+
+
+class Unit(NamedTuple):
+    """One repeat of a segment.
+
+    Attributes:
+        segment: index of the segment, ``DecoderConfig.segments``.
+        repeat: index of the repeat in it.
+        first: number of its first layer in the model.
+    """
+
+    segment: int
+    repeat: int
+    first: int
+
+
+class WeightsUnavailableError(OSError):
+    """The weights of a layer cannot be read; says where, and why."""
+
+
+@runtime_checkable
+class LayerStore(Protocol):
+    """Store of units' weights. Several threads read at a time."""
+
+    tier: str
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """Weights of a unit on a device, as a tree without the dimension of layers.
+
+        Raises:
+            WeightsUnavailableError: they cannot be read.
+        """
+        ...
+
+
+class HostLayers:
+    """Units in the host's memory.
+
+    On a CPU the device's arrays are the host's, without a copy where they are aligned.
+
+    Args:
+        store: where they are copied from.
+        units: the units.
+        progress: called with the number of units that are there, and of all.
+
+    Attributes:
+        tier: "host".
+    """
+
+    tier = "host"
+
+    def __init__(self, store: LayerStore, units: Sequence[Unit], progress: Callable[[int, int], None] | None = None):
+        host, self._units = jax.devices("cpu")[0], dict[Unit, Any]()
+        for done, unit in enumerate(units):
+            if progress is not None:
+                progress(done, len(units))
+            self._units[unit] = jax.tree.map(np.asarray, store.read(unit, host))
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """See ``LayerStore``."""
+        return jax.device_put(self._units[unit], device)
+
+
+class LoadedLayers:
+    """Units of a parameter tree that is in memory, on the host or on devices; stacked, or apart.
+
+    Attributes:
+        tier: "loaded".
+    """
+
+    tier = "loaded"
+
+    def __init__(self, params: Any):
+        self._segments = params["segments"]
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """See ``LayerStore``."""
+        segment = self._segments[str(unit.segment)]
+        own = segment[unit.repeat] if isinstance(segment, tuple) else jax.tree.map(lambda x: x[unit.repeat], segment)
+        # Always a copy: the window deletes what it has used.
+        return jax.tree.map(lambda x: jax.device_put(np.array(x), device), own)
+
+
+class WithoutExperts:
+    """A store's units without the matrices of experts, which have slots of their own.
+
+    Attributes:
+        tier: that of the store.
+    """
+
+    def __init__(self, store: LayerStore):
+        self.store, self.tier = store, store.tier
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """See ``LayerStore``."""
+        return jax.device_put(split_experts(self.store.read(unit, jax.devices("cpu")[0]))[0], device)
+
+
+def split_experts(unit: Any) -> tuple[Any, dict[str, Any]]:
+    """(weights of a unit without the experts' matrices, those matrices by block)."""
+    base, found = {}, {}
+    for b, block in unit.items():
+        if "experts" in block["mlp"]:
+            found[b] = block["mlp"]["experts"]
+            block = block | {"mlp": {name: x for name, x in block["mlp"].items() if name != "experts"}}
+        base[b] = block
+    return base, found
+
+
+@dataclass(frozen=True)
+class _LayerFile:
+    """File of a unit as the index has it: its size and time of change tell whether somebody has changed it."""
+
+    size: int
+    changed: int
+    checksum: int
+
+
+class LayerFiles:
+    """Units in files of a directory, in the form in which the device has them, which one read fills a buffer with.
+
+    The directory is written once from another store, and found again while what it was made of is the same.
+
+    Attributes:
+        tier: "disk".
+        directory: where the files are.
+    """
+
+    tier = "disk"
+
+    def __init__(self, directory: Path, templates: dict[int, Any], files: dict[Unit, _LayerFile]):
+        self.directory, self._templates, self._files = directory, templates, files
+        self._checked: set[Unit] = set()
+
+    @classmethod
+    def of(
+        cls,
+        store: LayerStore,
+        units: Sequence[Unit],
+        directory: Path,
+        key: list[Any],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> LayerFiles:
+        """Files of some units, written from another store unless the directory has them already.
+
+        Args:
+            store: what is written; one unit of each segment is always read, to know its structure.
+            units: the units.
+            directory: a directory of its own is made in it for each ``key``.
+            key: what the weights are made of; a JSON value.
+            progress: called with the number of units that are there, and of all.
+
+        Raises:
+            WeightsUnavailableError: the directory cannot be written, such as on a full disk.
+        """
+        host = jax.devices("cpu")[0]
+        one_of_each = {unit.segment: unit for unit in units}
+        templates = {
+            s: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), store.read(unit, host))
+            for s, unit in one_of_each.items()
+        }
+        own = directory / f"layers-{digest([key, {str(s): _described(t) for s, t in templates.items()}])[:16]}"
+        index = own / INDEX
+        files: dict[Unit, _LayerFile] = {}
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+            known = read_json(index) if index.is_file() else {}
+            for done, unit in enumerate(units):
+                if progress is not None:
+                    progress(done, len(units))
+                path = own / _name(unit)
+                if not path.is_file() or path.name not in known or _state(path) != known[path.name][:2]:
+                    checksum = _write(path, jax.tree.leaves(store.read(unit, host)))
+                    known[path.name] = [*_state(path), checksum]
+                    write_json(index, known)
+                files[unit] = _LayerFile(*known[path.name])
+        except OSError as error:
+            raise WeightsUnavailableError(
+                f"{own}: the layers cannot be written there: {error}. Give a directory with room for the weights."
+            ) from error
+        return cls(own, templates, files)
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """See ``LayerStore``."""
+        path, file = self.directory / _name(unit), self._files[unit]
+        changed, read, buffer = False, 0, _aligned(0)
+        for attempt in range(READ_ATTEMPTS):
+            try:
+                changed = _state(path) != [file.size, file.changed]
+                buffer = _aligned(0 if changed else file.size)
+                with path.open("rb", buffering=0) as stream:
+                    read = 0
+                    while read < len(buffer) and (more := stream.readinto(buffer.data[read:])):
+                        read += more
+                break
+            except OSError as error:
+                if attempt + 1 == READ_ATTEMPTS:
+                    raise WeightsUnavailableError(
+                        f"{path} (layer {unit.first}) cannot be read: {error}. Check the disk; files that are missing "
+                        "are written anew when the model is loaded again."
+                    ) from error
+        if changed or read < file.size:
+            raise WeightsUnavailableError(
+                f"{path} (layer {unit.first}) was changed while the model is in use; the file is written anew when the "
+                "model is loaded again."
+            )
+        if unit not in self._checked:  # once: it would take as long as reading
+            if zlib.crc32(buffer.data) != file.checksum:
+                raise WeightsUnavailableError(
+                    f"{path} (layer {unit.first}) is damaged: its checksum differs. Remove it; it is written anew when "
+                    "the model is loaded again."
+                )
+            self._checked.add(unit)
+        leaves, begin = [], 0
+        tree = self._templates[unit.segment]
+        for leaf in jax.tree.leaves(tree):
+            size = math.prod(leaf.shape) * leaf.dtype.itemsize
+            leaves.append(buffer[begin : begin + size].view(leaf.dtype).reshape(leaf.shape))
+            begin += _padded(size)
+        return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), leaves), device)
+
+
+def units_of(segments: Any) -> list[Unit]:
+    """Units of a model, in the order in which they compute.
+
+    Args:
+        segments: ``DecoderConfig.segments``.
+    """
+
+    def each() -> Iterator[Unit]:
+        first = 0
+        for s, (group, repeats) in enumerate(segments):
+            for repeat in range(repeats):
+                yield Unit(s, repeat, first)
+                first += len(group)
+
+    return list(each())
+
+
+def _name(unit: Unit) -> str:
+    return f"layer-{unit.first:04d}.bin"
+
+
+def _state(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _write(path: Path, leaves: list[Any]) -> int:
+    """Writes arrays one after another, each padded; returns the checksum of the file."""
+    checksum = 0
+    with atomic(path) as file:
+        for leaf in leaves:
+            data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+            for piece in (data, np.zeros(_padded(data.size) - data.size, np.uint8)):
+                file.write(piece.data)
+                checksum = zlib.crc32(piece.data, checksum)
+    return checksum
+
+
+def _described(template: Any) -> list[Any]:
+    return [str(jax.tree.structure(template)), *([list(x.shape), str(x.dtype)] for x in jax.tree.leaves(template))]
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Empty bytes whose address is aligned."""
+    buffer = np.empty(size + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + size]

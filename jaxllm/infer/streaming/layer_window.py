@@ -1,0 +1,168 @@
+"""Layer window: the few units of streamed weights that are on the device at a time, read ahead by threads.
+
+A unit's arrays are freed when its computation has ended, and the thread that frees them reads the next unit into their
+place: several threads fill what computation empties (PIPELOAD, arXiv:2409.04249; the window of Superpipeline,
+arXiv:2410.08791).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxllm.infer.streaming.layer_store import LayerStore, Unit
+
+
+@dataclass
+class StreamCounts:
+    """Counts of a window.
+
+    Attributes:
+        units: units that were used.
+        reads: units that were read, by tier.
+        read_bytes: their bytes, by tier.
+        stalls: uses that had to wait for the unit.
+        stalled_seconds: how long they waited.
+        most: most streamed units that were on the device at a time.
+    """
+
+    units: int = 0
+    reads: dict[str, int] = field(default_factory=lambda: collections.defaultdict(int))
+    read_bytes: dict[str, int] = field(default_factory=lambda: collections.defaultdict(int))
+    stalls: int = 0
+    stalled_seconds: float = 0.0
+    most: int = 0
+
+
+class LayerWindow:
+    """Units on the device: some for good, the others by turns, at most ``size`` of them at a time.
+
+    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model or from its beginning
+    again.
+
+    Args:
+        units: units of the model, in the order in which they compute.
+        stores: where each is.
+        device: the device.
+        size: streamed units that are on the device at a time, the one that computes among them: with 1, reading and
+            computing take turns.
+        resident: first units, which stay on the device.
+        loaders: threads that read.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        stores: Mapping[Unit, LayerStore],
+        device: jax.Device,
+        size: int,
+        *,
+        resident: int = 0,
+        loaders: int = 2,
+    ):
+        if size < 1 or loaders < 1 or not 0 <= resident <= len(units):
+            raise ValueError(
+                f"a window of {size} units, {resident} of {len(units)} resident and {loaders} loaders: give a window "
+                "and loaders of 1 or more, and no more resident units than there are."
+            )
+        self.units, self.device, self.stores = units, device, stores
+        self.counts = StreamCounts()
+        self._held = {unit: stores[unit].read(unit, device) for unit in units[:resident]}
+        self._streamed = list(units[resident:])
+        self.size = min(size, len(self._streamed))
+        self._pool = ThreadPoolExecutor(loaders, "layers")
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+        self._ahead: collections.deque[tuple[Unit, Future[Any]]] = collections.deque()
+        self._next, self._on_device, self._lock = 0, 0, threading.Lock()
+        for _ in range(self.size):
+            self._read_ahead(None, None)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the units that stay."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._held))
+
+    def resident(self, unit: Unit) -> Any:
+        """Weights of a unit that stays on the device; None of one that is streamed."""
+        return self._held.get(unit)
+
+    def take(self, unit: Unit) -> Any:
+        """Weights of a unit; waits until they are there.
+
+        Raises:
+            WeightsUnavailableError: they cannot be read; the next call tries again.
+        """
+        self.counts.units += 1
+        if unit in self._held:
+            return self._held[unit]
+        if self._ahead[0][0] != unit:  # the last pass was broken off
+            self._begin_at(unit)
+        future = self._ahead[0][1]
+        begin = time.perf_counter()
+        late = not future.done()
+        try:
+            weights = future.result()
+        except BaseException:
+            self._begin_at(unit)
+            raise
+        if late:
+            self.counts.stalls += 1
+            self.counts.stalled_seconds += time.perf_counter() - begin
+        return weights
+
+    def give_back(self, unit: Unit, result: jax.Array) -> None:
+        """Frees a unit's weights when ``result``, an array that was computed from them, is there."""
+        if unit in self._held:
+            return
+        taken, future = self._ahead.popleft()
+        assert taken == unit, (taken, unit)
+        self._read_ahead(future.result(), result)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _begin_at(self, unit: Unit) -> None:
+        """Forgets what was read ahead, and begins at a unit."""
+        old = [future for _, future in self._ahead]
+        self._ahead.clear()
+        self._next = self._streamed.index(unit)
+        for future in old:
+            weights = None if future.cancelled() or future.exception() is not None else future.result()
+            self._read_ahead(weights, None)
+
+    def _read_ahead(self, freed: Any, result: jax.Array | None) -> None:
+        unit = self._streamed[self._next]
+        self._next = (self._next + 1) % len(self._streamed)
+        self._ahead.append((unit, self._pool.submit(self._replace, unit, freed, result)))
+
+    def _replace(self, unit: Unit, freed: Any, result: jax.Array | None) -> Any:
+        if result is not None:
+            jax.block_until_ready(result)
+        if freed is not None:
+            for leaf in jax.tree.leaves(freed):
+                leaf.delete()
+            with self._lock:
+                self._on_device -= 1
+        with self._lock:
+            self._on_device += 1
+            self.counts.most = max(self.counts.most, self._on_device)
+        store = self.stores[unit]
+        try:
+            weights = jax.block_until_ready(store.read(unit, self.device))
+        except BaseException:
+            with self._lock:
+                self._on_device -= 1
+            raise
+        with self._lock:
+            self.counts.reads[store.tier] += 1
+            self.counts.read_bytes[store.tier] += sum(x.nbytes for x in jax.tree.leaves(weights))
+        return weights

@@ -1,0 +1,92 @@
+"""Offload budget: how many bytes of a model's layers the device and the host may hold, as a user gives it.
+
+``window=2,device=4GiB,host=8GiB,disk=DIR``: all parts may be left out. Layers fill the device first, then the host; the
+others are read from files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxllm.infer.streaming.expert_slots import Eviction
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+
+USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
+_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
+
+
+@dataclass(frozen=True)
+class OffloadBudget:
+    """Bytes of layers on the device and the host.
+
+    Attributes:
+        window: layers that are on the device while they compute, see ``WeightPlacement``.
+        device: bytes of layers that stay on the device, besides the window.
+        host: bytes of layers that stay on the host; None: of all others.
+        disk: directory for files of the rest; None: none.
+        loaders: threads that read layers.
+        experts: experts of each mixture layer on the device, see ``WeightPlacement``; the others are on the host, and
+            the bytes above are of the rest of the layers. 0: experts go with their layers.
+        evict: which expert leaves.
+    """
+
+    window: int = 2
+    device: int = 0
+    host: int | None = None
+    disk: Path | None = None
+    loaders: int = 2
+    experts: int = 0
+    evict: Eviction = "lru"
+
+    @classmethod
+    def parse(cls, text: str) -> OffloadBudget:
+        """Reads a budget.
+
+        Raises:
+            ValueError: names the part that is not legal.
+        """
+        found: dict[str, object] = {}
+        for part in filter(None, text.split(",")):
+            name, _, value = part.partition("=")
+            if name in found:
+                raise ValueError(f"{name} is given twice in {text!r}.")
+            if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
+                found[name] = int(value)
+            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B)?", value, re.I)):
+                found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
+            elif name == "evict" and value in ("lru", "score"):
+                found[name] = value
+            elif name == "disk" and value:
+                found[name] = Path(value)
+            else:
+                raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
+        if "host" in found and "disk" not in found:
+            raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
+        if "disk" in found:
+            found.setdefault("host", 0)
+        return cls(**found)  # type: ignore[arg-type]
+
+    def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:
+        """Places units of these sizes, in order.
+
+        Args:
+            unit_bytes: bytes of each unit of the model, without experts where these have slots.
+        """
+        on_device = _filled(unit_bytes, self.device)
+        on_host = None if self.host is None else _filled(unit_bytes[on_device:], self.host)
+        return WeightPlacement(
+            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict
+        )
+
+
+def _filled(sizes: Sequence[int], room: int) -> int:
+    """Number of the first of some sizes that fit together."""
+    total = 0
+    for count, size in enumerate(sizes):
+        total += size
+        if total > room:
+            return count
+    return len(sizes)

@@ -1,0 +1,65 @@
+"""Opens a model whose layers are streamed: published models are read layer by layer, and never whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from jaxllm.convert.load import LoadedModel, load_model
+from jaxllm.convert.source_layers import open_layers
+from jaxllm.hub import find_model
+from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+
+
+def open_streamed(
+    name: Path | str,
+    budget: OffloadBudget,
+    *,
+    dtype: str | None = None,
+    weights: str = "plain",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LoadedModel:
+    """A model whose parameters are ``StreamedWeights``.
+
+    Args:
+        name, dtype, weights: see ``load_model``. A run is loaded whole first.
+        budget: how many bytes of its layers may be where.
+        progress: called with "layers", how many are in their places, and of how many.
+
+    Raises:
+        HubError: it cannot be loaded; says why.
+        WeightsUnavailableError: files of layers cannot be written.
+    """
+    path = find_model(name)
+    if (path / "checkpoints").is_dir():
+        loaded = load_model(path, dtype=dtype, weights=weights)
+        layers: LayerStore = LoadedLayers(loaded.params)
+        ends = {part: value for part, value in loaded.params.items() if part != "segments"}
+        ends = jax.tree.map(lambda x: x.addressable_data(0), ends)
+    else:
+        loaded, layers = open_layers(path, dtype=dtype, weights=weights)
+        ends = loaded.params
+    units = units_of(loaded.model.config.segments)
+    placed = WithoutExperts(layers) if budget.experts else layers
+    sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
+    placement = budget.placement([sizes[unit.segment] for unit in units])
+    key = [str(path.resolve()), _changed(path), str(dtype), weights, str(loaded.step)]
+    tell = None if progress is None else lambda done, total: progress("layers", done, total)
+    return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
+
+
+def _bytes_of(layers: LayerStore, unit: Unit) -> int:
+    tree = layers.read(unit, jax.devices("cpu")[0])
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _changed(path: Path) -> list[list[object]]:
+    """Names, sizes and times of change of a model's files."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files if file.is_file()]

@@ -1,0 +1,173 @@
+"""Streamed weights: a model's parameters, most of whose layers are on the host or in files while it is served.
+
+The tiers are FlexGen's (arXiv:2303.06865): device, host and disk.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.infer.streaming.expert_slots import Eviction
+from jaxllm.infer.streaming.layer_store import (
+    HostLayers,
+    LayerFiles,
+    LayerStore,
+    Unit,
+    WithoutExperts,
+    split_experts,
+    units_of,
+)
+from jaxllm.infer.streaming.layer_window import LayerWindow
+from jaxllm.models import Functional
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Placement of the layers of a served model. A unit is a layer, or one repeat of a group of layers that differ.
+
+    Attributes:
+        window: streamed units that are on the device at a time, the one that computes among them.
+        device_units: first units, which stay on the device.
+        host_units: units after those that stay in the host's memory; None: all of them.
+        disk: directory for files of the others.
+        loaders: threads that read units.
+        expert_slots: experts of each mixture layer that are on the device, all others on the host; the units are the
+            rest of the layers then. 0: experts go with their layers.
+        eviction: which expert leaves, see ``ExpertSlots``.
+        prefetch: experts that the next layer's router would choose now are loaded ahead.
+    """
+
+    window: int = 2
+    device_units: int = 0
+    host_units: int | None = None
+    disk: Path | None = None
+    loaders: int = 2
+    expert_slots: int = 0
+    eviction: Eviction = "lru"
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.loaders < 1 or self.device_units < 0 or (self.host_units or 0) < 0:
+            raise ValueError(
+                f"placement of weights: window = {self.window}, loaders = {self.loaders}, device_units = "
+                f"{self.device_units}, host_units = {self.host_units}; give a window and loaders of 1 or more, and "
+                "numbers of units of 0 or more."
+            )
+        if self.host_units is not None and self.disk is None:
+            raise ValueError(
+                f"placement of weights: host_units = {self.host_units} leaves layers to files, and disk is None; give "
+                "a directory for them."
+            )
+
+
+@dataclass(frozen=True)
+class StreamedWeights:
+    """Parameters of a model as the engine takes them in the place of a tree.
+
+    Attributes:
+        ends: parameters outside of blocks, on the device.
+        units: units of the model, in order.
+        stores: where each unit is.
+        placement: how many of them are where.
+        experts: with ``expert_slots``: the experts of each mixture, [E, ...] arrays on the host, by unit and block.
+    """
+
+    ends: Any
+    units: Sequence[Unit]
+    stores: Mapping[Unit, LayerStore]
+    placement: WeightPlacement
+    experts: Mapping[tuple[Unit, str], Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: Functional,
+        ends: Any,
+        layers: LayerStore,
+        placement: WeightPlacement,
+        key: Sequence[Any] = (),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> StreamedWeights:
+        """Weights whose layers are put where a placement says.
+
+        Args:
+            model: the model.
+            ends: its parameters outside of blocks.
+            layers: where its layers are read from.
+            placement: where they go.
+            key: what the weights are made of, a JSON value: files are found again by it.
+            progress: called with the number of units that are in their places, and of all.
+
+        Raises:
+            WeightsUnavailableError: files cannot be written.
+            ValueError: expert slots for a model without mixtures, or more than it has experts.
+        """
+        experts: dict[tuple[Unit, str], Any] = {}
+        if placement.expert_slots:
+            check_slots(model, placement)
+            host = jax.devices("cpu")[0]
+            for unit in units_of(model.config.segments):
+                _, found = split_experts(layers.read(unit, host))
+                experts |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
+            layers = WithoutExperts(layers)
+            key = [*key, "without experts"]
+        units = units_of(model.config.segments)
+        first, last = placement.device_units, len(units)
+        if placement.host_units is not None:
+            last = min(last, first + placement.host_units)
+
+        def tell(before: int) -> Callable[[int, int], None]:
+            return lambda done, _: None if progress is None else progress(before + done, len(units))
+
+        stores: dict[Unit, LayerStore] = dict.fromkeys(units[:first], layers)
+        if some := units[first:last]:
+            stores |= dict.fromkeys(some, HostLayers(layers, some, tell(first)))
+        if some := units[last:]:
+            assert placement.disk is not None
+            stores |= dict.fromkeys(some, LayerFiles.of(layers, some, placement.disk, list(key), tell(last)))
+        return cls(ends, units, stores, placement, experts)
+
+    def window(self, device: jax.Device) -> LayerWindow:
+        """The window of these weights on a device, whose threads begin to read at once."""
+        place = self.placement
+        return LayerWindow(
+            self.units, self.stores, device, place.window,
+            resident=min(place.device_units, len(self.units)), loaders=place.loaders,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """Numbers of layers by place."""
+        where = Counter(self.stores[unit].tier for unit in self.units)
+        place = self.placement
+        resident = min(place.device_units, len(self.units))
+        parts = [f"{resident} of {len(self.units)} on the device"] if resident else []
+        parts += [f"{where['host']} on the host"] if where["host"] else []
+        if where["disk"]:
+            parts.append(f"{where['disk']} in files of {place.disk}")
+        slots = f"; {place.expert_slots} experts of each mixture, the others on the host" if place.expert_slots else ""
+        return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute{slots}"
+
+
+def check_slots(model: Functional, placement: WeightPlacement) -> None:
+    """Checks that a model's mixtures can have slots.
+
+    Raises:
+        ValueError: it has none, has fewer experts than slots, or drops rows by capacity.
+    """
+    layers = [(block.mlp, moe) for block in model.config.blocks if (moe := block.mlp.mixture) is not None]
+    if not layers:
+        raise ValueError(f"expert slots = {placement.expert_slots}, and the model has no mixture of experts: give 0.")
+    for layer, moe in layers:
+        if moe is not layer:
+            raise ValueError(f"expert slots do not go with the experts of {type(layer).__name__}; give 0.")
+        if moe.experts < placement.expert_slots:
+            raise ValueError(f"expert slots = {placement.expert_slots}; give 1 to {moe.experts}, the model's experts.")
+        if moe.capacity is not None:
+            raise ValueError("expert slots do not go with a capacity factor: rows are dropped by all experts' load.")

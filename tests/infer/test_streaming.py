@@ -1,0 +1,194 @@
+"""Streamed weights: what is served is what resident weights give, wherever the layers are and however few at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.streaming.expert_slots import ExpertSlots
+from jaxllm.infer.streaming.layer_store import WeightsUnavailableError
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from tests.infer import engines
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
+
+
+def placed(where: str, folder: Path, window: int = 2) -> WeightPlacement:
+    """A placement by name."""
+    return {
+        "host": WeightPlacement(window),
+        "files": WeightPlacement(window, host_units=0, disk=folder),
+        "mixed": WeightPlacement(window, device_units=1, host_units=1, disk=folder, loaders=3),
+        "device": WeightPlacement(window, device_units=99),
+    }[where]
+
+
+def runner_of(engine: Any) -> StreamedRunner:
+    assert isinstance(engine.runner, StreamedRunner)
+    return engine.runner
+
+
+def run_steps(engine: Any, many: int) -> None:
+    for _ in range(many):
+        engine.step()
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize(
+    ("model", "where", "window", "way"),
+    [
+        ("llama", "host", 1, "tight, recompute"),
+        ("gemma3", "files", 2, "tight, swap"),
+        ("deepseek_v3", "mixed", 1, "roomy"),
+        ("mixtral", "files", 3, "layers apart"),
+        ("gpt_oss", "mixed", 2, "contiguous"),
+    ],
+)
+def test_completions_are_those_of_resident_weights(model, where, window, way, rng, float64, tmp_path):
+    """Chunked prefill, prefix cache, preemption, several families. All: `make proof streamed_weights`."""
+    config = engines.ENGINES[way]
+    engine = engines.build(config, model, "float64", placement=placed(where, tmp_path, window))
+    made = engines.serve(engine, engines.traffic(rng, config, 5))
+    assert engines.error(model, "float64", made) <= 1e-10
+    counts = runner_of(engine).window.counts
+    assert counts.most <= window
+    assert counts.units % engines.model_of(model, "float64").layers == 0 or model in ("gemma3", "gpt_oss")
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize(
+    ("model", "slots", "eviction", "where"),
+    [
+        ("mixtral", 1, "lru", "device"),
+        ("mixtral", 3, "score", "host"),
+        ("gpt_oss", 2, "lru", "files"),
+        ("deepseek_v3", 2, "score", "device"),
+        ("deepseek_v3", 6, "lru", "mixed"),
+    ],
+)
+def test_experts_in_slots_are_resident_experts(model, slots, eviction, where, rng, float64, tmp_path):
+    """Any number of slots serves the same; experts that are there are not loaded again."""
+    config = engines.ENGINES["tight, recompute"]
+    placement = dataclasses.replace(placed(where, tmp_path), expert_slots=slots, eviction=eviction)
+    engine = engines.build(config, model, "float64", placement=placement)
+    made = engines.serve(engine, engines.traffic(rng, config, 4))
+    assert engines.error(model, "float64", made) <= 1e-10
+    stage = runner_of(engine).experts
+    assert stage is not None
+    counts, held = stage.counts, next(iter(stage.slots.values()))
+    assert counts.loads == counts.wanted - counts.hits + counts.predicted
+    assert 0 < counts.hit_rate <= 1 or slots == 1
+    if slots == len(held.table):
+        assert counts.loads <= sum(len(one.table) for one in stage.slots.values())
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
+
+
+def test_experts_leave_by_use_or_by_score():
+    slots = ExpertSlots(5, 2)
+    assert [(some, loads) for some, loads in slots.rounds([4, 1])] == [([4, 1], [(4, 0), (1, 1)])]
+    assert list(slots.rounds([1])) == [([1], [])]
+    assert list(slots.rounds([1, 3])) == [([1], []), ([3], [(3, 0)])]  # 4 was used longest ago
+    assert [some for some, _ in slots.rounds([0, 1, 2])] == [[1], [0, 2]]
+    assert slots.table.tolist() == [0, 2, 1, 2, 2] or slots.table.tolist() == [1, 2, 0, 2, 2]
+    scored = ExpertSlots(4, 2, "score")
+    list(scored.rounds([0, 1]))
+    scored.see(np.asarray([0.6, 0.1, 0.2, 0.1]))
+    assert list(scored.rounds([2])) == [([2], [(2, 1)])]  # 1 has the lower score, though both were used at once
+    assert scored.ahead(2, keep=[2]) is None
+    assert scored.ahead(3, keep=[3, 0]) == 1
+    for many in (5, 0):
+        with pytest.raises(ValueError, match=f"expert slots = {many}"):
+            ExpertSlots(4, many)
+
+
+def test_files_are_found_again(tmp_path, float64):
+    """Files of the same model are not written twice; those that somebody changed are."""
+    placement = placed("files", tmp_path)
+    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
+    first = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placement)
+    want = engines.serve(first, serve)
+    files = sorted(tmp_path.glob("*/layer-*.bin"))
+    assert len(files) == engines.model_of("llama", "float64").layers
+    before = [file.stat().st_mtime_ns for file in files]
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    second = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placement)
+    assert [file.stat().st_mtime_ns == old for file, old in zip(files, before, strict=True)] == [
+        False,
+        *[True] * (len(files) - 1),
+    ]
+    assert [r.sequences[0].tokens for r in engines.serve(second, serve)] == [r.sequences[0].tokens for r in want]
+
+
+@pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
+def test_damaged_files_are_named_and_the_engine_goes_on(damage, tmp_path, float64):
+    engine = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placed("files", tmp_path, 1))
+    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
+    want = engines.serve(engine, serve)
+    file = sorted(tmp_path.glob("*/layer-*.bin"))[1]
+    good, stat = file.read_bytes(), file.stat()
+    if damage == "removed":
+        file.unlink()
+    elif damage == "changed":
+        file.write_bytes(b"x" * len(good))
+    else:
+        flipped = bytearray(good)
+        flipped[20] ^= 4
+        file.write_bytes(flipped)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        runner_of(engine).window.stores[runner_of(engine).window.units[1]]._checked.clear()  # type: ignore[attr-defined]
+    said = {"changed": "was changed", "bits": "checksum differs", "removed": "cannot be read"}[damage]
+    request = engine.submit([5, 6, 7], GREEDY)
+    with pytest.raises(WeightsUnavailableError, match=rf"{file.name}.*{said}"):
+        run_steps(engine, 20)
+    engine.cancel(request)
+    file.write_bytes(good)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert [r.sequences[0].tokens for r in engines.serve(engine, serve)] == [r.sequences[0].tokens for r in want]
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    config = EngineConfig(layer_window=2)
+    for fields, said in (({"adapter_slots": 2}, "adapter_slots"), ({"kv_disk": "x"}, "kv_disk")):
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(config, **fields)
+    with pytest.raises(ValueError, match="layer_window"):
+        EngineConfig(layer_window=-1)
+    with pytest.raises(ValueError, match="disk is None"):
+        WeightPlacement(host_units=3)
+    with pytest.raises(ValueError, match="window"):
+        WeightPlacement(0)
+    small = engines.ENGINES["roomy"]
+    for fields, said in (({"kv_dtype": "bfp4"}, "bfp4"), ({"speculate": "self:1"}, "self:1")):
+        with pytest.raises(ValueError, match=said):
+            engines.build(dataclasses.replace(small, **fields), placement=placed("host", tmp_path))
+    with pytest.raises(ValueError, match="layer_window"):
+        engines.Engine.of(
+            engines.functional(engines.model_of("llama", "float32")), engines.params_of("llama", "float32"), config
+        )
+    engine = engines.build(small, placement=placed("host", tmp_path))
+    with pytest.raises(ValueError, match="cannot be replaced"):
+        engine.swap(engines.params_of("llama", "float32"))
+
+
+def test_counts_say_where_layers_came_from(tmp_path):
+    engine = engines.build(engines.ENGINES["roomy"], "llama", placement=placed("mixed", tmp_path, 1))
+    engines.serve(engine, [{"prompt": [1, 2], "params": GREEDY}])
+    window, steps = runner_of(engine).window, engine.metrics.steps
+    layers = len(window.units)
+    assert window.counts.units == steps * layers
+    assert window.counts.reads["host"] - steps in (0, 1)
+    assert window.counts.reads["disk"] - steps * (layers - 2) in (-1, 0, 1)
+    said = runner_of(engine).counters()
+    assert said["layer_reads_disk"] == window.counts.reads["disk"]
+    assert said["layer_stalls"] == window.counts.stalls
+    assert window.counts.read_bytes["host"] == window.resident_bytes * window.counts.reads["host"]

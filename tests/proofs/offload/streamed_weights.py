@@ -1,0 +1,160 @@
+"""Streamed weights: any placement of the layers serves what resident weights serve."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.infer import EngineConfig
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.models import MoeConfig
+from tests.infer import engines
+from tests.proofs.engine.programs import Compilations
+from tests.proofs.harness import proof
+
+FAMILIES = (*engines.MODELS, *engines.MIXTURES)
+MIXTURES = ("mixtral", *engines.MIXTURES)
+WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "one after the other", "invariant")
+FORMATS = ("int8", "fp8", "int4", "kivi4")
+
+
+def drawn(rng: np.random.Generator, units: int, folder: Path) -> WeightPlacement:
+    """A placement at random, of which some layers are streamed."""
+    resident = int(rng.integers(0, units))
+    on_host = None if rng.random() < 0.3 else int(rng.integers(0, units - resident + 1))
+    return WeightPlacement(
+        int(rng.integers(1, units + 2)), resident, on_host, None if on_host is None else folder, int(rng.integers(1, 5))
+    )
+
+
+@proof("offload", count=120, sample=1, float64=True, bound={"logprobs": 1e-10})
+def streamed_is_resident(seed: int) -> dict[str, float]:
+    """Random traffic over random placements: log-probabilities of the training forward; windows are kept to.
+
+    Families, ways to serve (chunked prefill, prefix cache, both preemptions), windows, loaders, tiers. Nothing is
+    compiled meanwhile.
+    """
+    rng = np.random.default_rng(seed)
+    model, way = str(rng.choice(FAMILIES)), str(rng.choice(WAYS))
+    config = engines.ENGINES[way]
+    with tempfile.TemporaryDirectory() as folder:
+        units = sum(repeats for _, repeats in engines.model_of(model, "float64").segments)
+        placement = drawn(rng, units, Path(folder))
+        engine = engines.build(config, model, "float64", placement=placement)
+        requests = engines.traffic(rng, config, 5)
+        counter = Compilations()
+        with counter:
+            made = engines.serve(engine, requests)
+        assert not counter.names
+        check_window(engine, placement)
+        return {"logprobs": engines.error(model, "float64", made)}
+
+
+def check_window(engine: Any, placement: WeightPlacement) -> None:
+    """No more streamed layers were on the device than the window has, and every layer was used once a step."""
+    runner = engine.runner
+    assert isinstance(runner, StreamedRunner)
+    counts, units = runner.window.counts, len(runner.window.units)
+    assert counts.most <= placement.window
+    assert counts.units == units * engine.metrics.steps
+    streamed = max(0, units - placement.device_units)
+    reads, used = sum(counts.reads.values()), streamed * engine.metrics.steps
+    assert used <= reads <= used + min(placement.window, streamed)
+    runner.close()
+
+
+@proof("offload", count=100, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("wanted", "hits", "loads"))
+def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
+    """Random traffic over mixtures with any number of expert slots, either eviction, with and without prefetch."""
+    rng = np.random.default_rng(seed)
+    model, way = str(rng.choice(MIXTURES)), str(rng.choice(WAYS))
+    config = engines.ENGINES[way]
+    architecture = engines.model_of(model, "float64")
+    experts = min(b.mlp.experts for b in architecture.blocks if isinstance(b.mlp, MoeConfig))
+    with tempfile.TemporaryDirectory() as folder:
+        units = sum(repeats for _, repeats in architecture.segments)
+        placement = dataclasses.replace(
+            drawn(rng, units + 1, Path(folder)),
+            expert_slots=int(rng.integers(1, experts + 1)),
+            eviction=str(rng.choice(["lru", "score"])),
+            prefetch=bool(rng.random() < 0.5),
+        )
+        engine = engines.build(config, model, "float64", placement=placement)
+        counter = Compilations()
+        requests = engines.traffic(rng, config, 5)
+        with counter:
+            made = engines.serve(engine, requests)
+        assert not counter.names
+        assert isinstance(engine.runner, StreamedRunner)
+        stage = engine.runner.experts
+        assert stage is not None
+        counts = stage.counts
+        assert counts.loads == counts.wanted - counts.hits + counts.predicted
+        slots = [jax.tree.leaves(stage.with_slots(*key, {"mlp": {}}))[0].shape[0] for key in stage.slots]
+        assert set(slots) == {placement.expert_slots}
+        engine.runner.close()
+        seen = {"wanted": counts.wanted, "hits": counts.hits, "loads": counts.loads}
+        return {"logprobs": engines.error(model, "float64", made), **{n: float(x) for n, x in seen.items()}}
+
+
+CASES = list(itertools.product(("llama", "gemma3", "mixtral"), FORMATS))
+
+
+@proof("offload", cases=CASES, sample=1, float64=True, bound={"logprobs": 1e-12})
+def quantised_caches_too(case: tuple[str, str]) -> dict[str, float]:
+    """With KV cache formats that lose bits: tokens and log-probabilities of an engine with resident weights."""
+    model, kv_dtype = case
+    config = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype=kv_dtype, prefix_cache=False, decode_steps=1)
+    requests = [one | {"cancel": None} for one in engines.traffic(np.random.default_rng(7), config, 5)]
+    made = [
+        engines.serve(engines.build(config, model, "float64", placement=placement), requests)
+        for placement in (None, WeightPlacement(2))
+    ]
+    worst = 0.0
+    for one, other in zip(*made, strict=True):
+        for a, b in zip(one.sequences, other.sequences, strict=True):
+            assert a.tokens == b.tokens
+            worst = max(worst, float(np.abs(np.subtract(a.logprobs, b.logprobs)).max(initial=0)))
+    return {"logprobs": worst}
+
+
+@functools.cache
+def smollm2_tokens(offload: str | None, weights: str) -> list[list[int]]:
+    """Greedy tokens of SmolLM2 for a few prompts."""
+    from jaxllm.infer import LLM, SamplingParams, load_model
+    from jaxllm.infer.streaming.offload_budget import OffloadBudget
+    from jaxllm.infer.streaming.open_streamed import open_streamed
+
+    prompts = ["The sea", "def main():", "Question: what is the capital of France?\nAnswer:", "1, 2, 3,"]
+    config = EngineConfig(max_sequences=4, max_batched_tokens=64, max_len=128, samplers=("plain",))
+    with tempfile.TemporaryDirectory() as folder:
+        if offload is None:
+            loaded = load_model("smollm2", weights=weights)
+        else:
+            budget = OffloadBudget.parse(offload.replace("DIR", folder))
+            loaded = open_streamed("smollm2", budget, weights=weights)
+            assert isinstance(loaded.params, StreamedWeights)
+        llm = LLM(loaded, config, manifest=None)
+        params = SamplingParams(max_tokens=24, temperature=0.0, seed=0)
+        found = [list(one.outputs[0].tokens) for one in llm.generate(prompts, params)]
+    jax.clear_caches()
+    return found
+
+
+@proof(
+    "offload",
+    cases=[("window=1", "plain"), ("window=3,device=100MiB", "plain"), ("disk=DIR", "packed"), ("disk=DIR", "int4")],
+    sample=1,
+)
+def smollm2_says_the_same(case: tuple[str, str]) -> None:
+    """SmolLM2 from the host and from files, plain and packed: the greedy tokens of resident weights."""
+    offload, weights = case
+    assert smollm2_tokens(offload, weights) == smollm2_tokens(None, weights)
