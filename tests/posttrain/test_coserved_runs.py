@@ -180,6 +180,8 @@ def test_what_cannot_be_served_beside_is_refused(finished: Path, tmp_path: Path)
     apart = dataclasses.replace(loaded, params=load_model(finished / "runs/tiny", layers="apart").params)
     with pytest.raises(ConfigError, match="--layers stacked"):
         CoServedRun(config, apart, 6)
+    with pytest.raises(ConfigError, match="without --offload"):
+        CoServedRun(config, dataclasses.replace(loaded, params=object()), 6)
     over = jax.make_mesh((2,), ("tensor",))
     with pytest.raises(ConfigError, match="served on 2 devices"):
         CoServedRun(config, dataclasses.replace(loaded, mesh=over), 6)

@@ -133,6 +133,8 @@ def check_model(config: RunConfig, loaded: LoadedModel) -> None:
         raise ConfigError(
             f"{name}: the model is served on {loaded.mesh.size} devices; serve it on one: leave --mesh out."
         )
+    if not isinstance(loaded.params, dict):
+        raise ConfigError(f"{name}: the served weights are streamed to the device; serve them without --offload.")
     if has_packed(loaded.params):
         raise ConfigError(f"{name}: the served weights are packed (quantised); serve them with --weights plain.")
     if has_unstacked_layers(loaded.params):
