@@ -210,7 +210,7 @@ class EngineStep:
         return each(choose)(packed, logits, last, state, masks, scores)
 
     def _keep_features(
-        self, features: Float[Array, "R L D"] | None, packed: Array, batch: StepBatch, hidden: Float[Array, "1 T D"]
+        self, features: Float[Array, "R L D"] | None, packed: Array, batch: StepBatch, hidden: Float[Array, "B T D"]
     ) -> Float[Array, "R L D"] | None:
         """Writes the hidden states of a step's tokens to their slots and positions; None: none are kept."""
         if features is None:
