@@ -75,7 +75,7 @@ def test_a_streamed_model_writes_the_same(tmp_path: Path, capsys: pytest.Capture
         assert said[0].startswith("Hello")
         assert said == [said[0]] * 3
     assert len(list((tmp_path / "layers").iterdir())) == 2
-    for wrong in ("window=0", "host=4GiB", "disc=/tmp", "window=2,window=3"):
+    for wrong in ("window=0", "host=4GiB", "disc=layers", "window=2,window=3"):
         assert cli.main([*command, "--offload", wrong]) == 2
         assert "--offload" in capsys.readouterr().err
     assert cli.main([*command, "--offload", "window=2", "--mesh", "tensor=1"]) == 2
