@@ -212,7 +212,7 @@ class EngineStep:
     def _keep_features(
         self, features: Float[Array, "R L D"] | None, packed: Array, batch: StepBatch, hidden: Float[Array, "B T D"]
     ) -> Float[Array, "R L D"] | None:
-        """Writes the hidden states of a step's tokens to their slots and positions; None: none are kept."""
+        """Writes the hidden states of a step's tokens to their slots, of one replica; None: none are kept."""
         if features is None:
             return None
         x = self.shape.inputs.unpack(packed[0])
