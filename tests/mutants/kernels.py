@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "paged_window_is_one_longer",
         "pallas_kernels/paged_attention/xla.py",
-        "            seen &= at > position - problem.window\n",
-        "            seen &= at >= position - problem.window\n",
+        "            seen &= at > (position if hidden is None else position - behind) - problem.window\n",
+        "            seen &= at >= (position if hidden is None else position - behind) - problem.window\n",
         ("tests/kernels/test_paged_attention.py::test_shared_body[window within a page-xla]",),
     ),
     Mutant(

@@ -22,6 +22,7 @@ from jaxllm.models import functional, param_count
 from jaxllm.optim import optimizer, schedule
 from jaxllm.train import RunConfig, abstract_state, loss_sums, train_step
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.run_model import run_model
 from jaxllm.train.step.step_builder import step_links
 from jaxllm.train.step.step_chain import link_states
 from jaxllm.train.step.step_links import routing_report
@@ -33,7 +34,7 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
     began = time.process_time()
     run = make()
     model = functional(run.model, run.parallel.rules())
-    mesh = fitting_mesh(run, model, Topology.parse(on).num_devices).abstract()
+    mesh = fitting_mesh(run, run_model(run), Topology.parse(on).num_devices).abstract()
     transform = optimizer(run.optim, run.steps, model.logical_axes())
     state = abstract_state(model, transform, mesh, extras=link_states(step_links(run)))
     shape = (run.data.batch_size, run.data.seq_len)
@@ -54,7 +55,7 @@ def checked(make: Callable[[], RunConfig], on: str, step: bool) -> dict:
                 is_same = (before.shape, before.dtype, before.sharding.spec)
                 assert is_same == (now.shape, now.dtype, now.sharding.spec), (make.__name__, before, now)
     for other in topologies(make):  # legal there too
-        fitting_mesh(run, model, Topology.parse(other).num_devices)
+        fitting_mesh(run, run_model(run), Topology.parse(other).num_devices)
     return {"parameters": param_count(model.abstract()), "seconds": seconds}
 
 
