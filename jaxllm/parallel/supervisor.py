@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import IO
 
 USER_ERROR = 2
+WANTED = (USER_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Statuses of processes that are not restarted: a user error, or a signal to end."""
 POLL = 0.1
 
 
@@ -107,7 +109,7 @@ class Supervisor:
                 if code == 0 or self._stopping:
                     return code
                 what = describe_exit(code)
-                if code in (USER_ERROR, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+                if code in WANTED:
                     self._say(f"process {number} {what}; not restarted")
                     return code
                 lived = time.monotonic() - began
@@ -158,7 +160,10 @@ class Supervisor:
                 log.close()
 
     def _wait(self) -> tuple[int, int] | None:
-        """Index and status of the process that failed first, once all have ended; None if none failed."""
+        """Index and status of the process that failed first, once all have ended; None if none failed.
+
+        One that ended as it was told to comes before others, which may have noticed that before it was gone.
+        """
         first: tuple[int, int] | None = None
         until = float("inf")
         while True:
@@ -168,7 +173,7 @@ class Supervisor:
                 if failed:
                     first, until = failed[0], time.monotonic() + self._patience.grace
             if None not in codes:
-                return first
+                return next(((number, code) for number, code in enumerate(codes) if code in WANTED), first)
             if time.monotonic() > until and not self._stopping:
                 self._kill()
             time.sleep(POLL)

@@ -32,6 +32,17 @@ def lines(file: Path) -> list[str]:
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.parametrize("status", [2, 128 + signal.SIGTERM])
+def test_a_wanted_end_is_not_restarted_though_another_process_notices_it_first(tmp_path, status):
+    """A process that loses the one that ends may itself be gone before that one is."""
+    commands = [f"echo >> {tmp_path}/starts; exit 1", f"sleep 0.4; exit {status}"]
+    got, said = supervised([ProcessSpec(script(text)) for text in commands])
+    assert got == status
+    assert len(lines(tmp_path / "starts")) == 1
+    assert "not restarted" in said[-1]
+    assert "process 1" in said[-1]
+
+
 def test_all_that_end_well_are_left_alone(tmp_path):
     status, said = supervised([ProcessSpec(script(f"echo {n} >> {tmp_path}/{n}")) for n in range(3)])
     assert (status, said) == (0, [])
