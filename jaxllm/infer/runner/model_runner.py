@@ -222,7 +222,7 @@ class ModelRunner:
         least = self.shape(*self.config.program_rows(requests, tokens, decode=decode), full)
         if self.programs.complete:
             return least
-        ready = [shape for shape in self._shapes if all(one.name in self.programs for one in self._programs_of(shape))]
+        ready = [shape for shape in self._shapes if all(name in self.programs for name in self._program_names[shape])]
         return smallest_fitting(ready, least) or least
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
@@ -466,6 +466,11 @@ class ModelRunner:
     @property
     def _full(self) -> bool:
         return "full" in self.config.samplers
+
+    @functools.cached_property
+    def _program_names(self) -> dict[StepShape, list[str]]:
+        """Names of the programs of each shape."""
+        return {shape: [one.name for one in self._programs_of(shape)] for shape in self._shapes}
 
     def _programs_of(self, shape: StepShape) -> list[EngineProgram]:
         """Programs that a step of a shape runs."""

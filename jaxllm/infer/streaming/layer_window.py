@@ -45,8 +45,7 @@ class StreamCounts:
 class LayerWindow:
     """Units on the device: some for good, the others by turns, at most ``size`` of them at a time.
 
-    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model or from its beginning
-    again.
+    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model.
 
     Args:
         units: units of the model, in the order in which they compute.
@@ -98,21 +97,16 @@ class LayerWindow:
         """Weights of a unit; waits until they are there.
 
         Raises:
-            WeightsUnavailableError: they cannot be read; the next call tries again.
+            WeightsUnavailableError: they cannot be read.
         """
         self.counts.units += 1
         if unit in self._held:
             return self._held[unit]
-        if self._ahead[0][0] != unit:  # the last pass was broken off
-            self._begin_at(unit)
+        assert self._ahead[0][0] == unit, (self._ahead[0][0], unit)
         future = self._ahead[0][1]
         begin = time.perf_counter()
         late = not future.done()
-        try:
-            weights = future.result()
-        except BaseException:
-            self._begin_at(unit)
-            raise
+        weights = future.result()
         if late:
             self.counts.stalls += 1
             self.counts.stalled_seconds += time.perf_counter() - begin
@@ -129,15 +123,6 @@ class LayerWindow:
     def close(self) -> None:
         """Ends the threads."""
         self._pool.shutdown(cancel_futures=True)
-
-    def _begin_at(self, unit: Unit) -> None:
-        """Forgets what was read ahead, and begins at a unit."""
-        old = [future for _, future in self._ahead]
-        self._ahead.clear()
-        self._next = self._streamed.index(unit)
-        for future in old:
-            weights = None if future.cancelled() or future.exception() is not None else future.result()
-            self._read_ahead(weights, None)
 
     def _read_ahead(self, freed: Any, result: jax.Array | None) -> None:
         unit = self._streamed[self._next]

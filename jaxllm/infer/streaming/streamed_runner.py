@@ -19,7 +19,7 @@ from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.streaming.expert_stage import ExpertStage
-from jaxllm.infer.streaming.layer_store import Unit
+from jaxllm.infer.streaming.layer_store import Unit, WeightsUnavailableError
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
@@ -50,6 +50,7 @@ class StreamedRunner(ModelRunner):
         if (mesh := options.get("mesh")) is not None and mesh.size > 1:
             raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
         self._units = weights.units
+        self._broken: BaseException | None = None
         device = jax.tree.leaves(params)[0].devices().pop()
         self.window = weights.window(device)
         self._layers = self._abstract_layers()
@@ -122,8 +123,19 @@ class StreamedRunner(ModelRunner):
         """Runs the layers as their weights arrive, and starts the end of the step; see ``ModelRunner``.
 
         Raises:
-            WeightsUnavailableError: a layer's weights cannot be read. The step can be run again.
+            WeightsUnavailableError: a layer's weights cannot be read; or a step was broken off before.
         """
+        if self._broken is not None:
+            raise WeightsUnavailableError(
+                "a step was broken off, and some layers lack its keys and values: build the engine again."
+            ) from self._broken
+        try:
+            return self._run(shape, packed, masks)
+        except BaseException as error:
+            self._broken = error
+            raise
+
+    def _run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None) -> Any:
         sent = put(packed, self._per_replica)
         pools, batch, hidden, evicted = self.programs[f"{shape.name}-begin"](self._weights, self.pools, self.last, sent)
         self.pools = pools
