@@ -63,8 +63,8 @@ def train_policies_together(configs: Sequence[PolicyRunConfig]) -> tuple[TrainRe
             )
         if config.rollout.updates > 1:
             raise ConfigError(
-                f"{config.name}: rollout.updates = {config.rollout.updates}: several policies are updated once with each "
-                "batch, whose rollouts they sample together. Give 1, or train one policy after the other."
+                f"{config.name}: rollout.updates = {config.rollout.updates}: several policies are updated once with "
+                "each batch, whose rollouts they sample together. Give 1, or train one policy after the other."
             )
     configs = [with_algorithm(config) for config in configs]
     check_alike(configs)

@@ -329,8 +329,9 @@ def _slice(x: Array, start: int | Array, size: int, axis: int) -> Array:
 def _zeros_like(x: Array, dtype: Any) -> Array:
     """Zeros on the mesh of ``x``, which need not be the current one.
 
-    ``jnp.zeros_like`` takes the mesh from the context. Since jax 0.12 an array of no mesh cannot be updated with one of a
-    mesh, so gradients of parameters on a mesh could be taken within ``jax.set_mesh`` only. The compiler folds this select.
+    ``jnp.zeros_like`` takes the mesh from the context. Since jax 0.12 an array of no mesh cannot be updated with one of
+    a mesh, so gradients of parameters on a mesh could be taken within ``jax.set_mesh`` only. The compiler folds this
+    select.
     """
     return jnp.where(False, x, 0.0).astype(dtype)
 
