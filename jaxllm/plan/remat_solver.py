@@ -1,11 +1,12 @@
-"""Remat solver: per-layer gradient checkpointing policies of least recomputation under a memory budget.
+"""Remat solver: what each layer keeps, computes again, or moves to the host, in the least time under memory budgets.
 
-A policy saves the values it names from the forward to the backward pass, so the number of layers with each policy
+A policy says what becomes of the values of a layer between the passes, so the number of layers with each policy
 determines for how many layers each value is retained: a few integers per segment of the model instead of a choice for
 every value of every layer. This is a small integer program, minimal time under a memory bound, as Moccasin states
-rematerialisation with retention intervals (arXiv:2304.14463, section 2). Its sizes are measured by the compiler: the
-step is compiled with each named policy for all layers, then with the solution; the difference between the solution's
-program and the sum of its parts corrects the bound for another try.
+rematerialisation with retention intervals (arXiv:2304.14463, section 2), with ProTrain's third choice for a block,
+which is to move its activations to the host (arXiv:2406.08334, section 4.2). Copies cost what the passes beside them do
+not hide. Sizes are measured by the compiler: the step is compiled with each named policy for all layers, then with the
+solution; the difference between the solution's program and the sum of its parts corrects the bounds for another try.
 """
 
 from __future__ import annotations
@@ -14,25 +15,91 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import optimize
 
 from jaxllm.models import DecoderConfig
 from jaxllm.models.remat import RematError
+from jaxllm.plan.formulas.device_work import DeviceWork
+from jaxllm.plan.formulas.step_time import predict_work
+from jaxllm.plan.hardware import Cluster
 from jaxllm.train.config import RunConfig
-from jaxllm.train.model_flops import hardware_flops_per_token, recomputed_flops
+from jaxllm.train.model_flops import hardware_flops_per_token, recomputed_flops, train_flops_per_token
+from sharding import MeshSpec
 
 NAMED = ("full", "attention", "elementwise", "none")
 """Policies from the least saved to the most; layers get them in this order, so that the backward pass uses up first
 what saves most.
 """
+HOSTED = ("offload:0", "offload")
+"""Policies that move activations to the host: of a part of a layer, and all; these layers come first, so that their
+copies have the longest time to arrive."""
 CLOSE = 0.95
-"""Fraction of the budget beyond which no better solution is tried."""
+"""Fraction of a budget beyond which no better solution is tried."""
 TRIES = 5
 
-Measure = Callable[[str], int]
-"""Function from ``model.remat`` to the bytes that the step takes on a device."""
+
+class StepBytes(NamedTuple):
+    """Bytes that a step takes on a device, and in its host's memory."""
+
+    device: int
+    host: int = 0
+
+
+Measure = Callable[[str], StepBytes]
+"""Function from ``model.remat`` to the bytes that the step takes."""
+
+
+@dataclass(frozen=True)
+class HostTier:
+    """Host memory as a place for activations, a device's share.
+
+    Attributes:
+        bytes: most bytes of it.
+        seconds_per_byte: of the link, each way.
+        seconds_per_flop: seconds that a FLOP for every token of a micro-batch takes on the device.
+    """
+
+    bytes: int
+    seconds_per_byte: float
+    seconds_per_flop: float
+
+    @classmethod
+    def of(cls, config: RunConfig, cluster: Cluster, mesh: MeshSpec, limit: int) -> HostTier:
+        """Host of a cluster's device, whose arithmetic takes what the plan predicts (``jaxllm.plan.formulas``)."""
+        run = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="none"))
+        work = DeviceWork.of(run, mesh)
+        seconds = predict_work(work, cluster).compute / work.micro_batches
+        flops = train_flops_per_token(run.model, run.data.seq_len)
+        return cls(limit, 1 / cluster.hardware.host, seconds / flops)
+
+    def exposed(self, sent: float, forward: float, backward: float) -> float:
+        """Seconds of copies that the passes do not hide: out during the forward pass, back during the backward one.
+
+        Args:
+            sent: bytes each way.
+            forward, backward: FLOPs per token of the passes, recomputation included.
+        """
+        copies = sent * self.seconds_per_byte
+        return sum(max(0.0, copies - flops * self.seconds_per_flop) for flops in (forward, backward))
+
+
+class RematCandidate(NamedTuple):
+    """Policies for all layers.
+
+    Attributes:
+        bytes: measured bytes of a device.
+        flops: FLOPs per token, recomputation included.
+        host: measured bytes in the host's memory.
+        exposed: exposed seconds of copies in a micro-batch.
+    """
+
+    bytes: int
+    flops: float
+    host: int = 0
+    exposed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,101 +108,176 @@ class RematSolution:
 
     Attributes:
         remat: value for ``model.remat``.
-        bytes: measured bytes of a device.
-        flops: FLOPs per token, recomputation included.
-        named: (bytes, FLOPs) of each policy for all layers.
-        tried: (bytes, FLOPs) of every other candidate that was measured.
+        chosen: its bytes and costs.
+        named: each policy for all layers.
+        tried: every other candidate that was measured.
     """
 
     remat: str
-    bytes: int
-    flops: float
-    named: Mapping[str, tuple[int, float]]
-    tried: Mapping[str, tuple[int, float]]
+    chosen: RematCandidate
+    named: Mapping[str, RematCandidate]
+    tried: Mapping[str, RematCandidate]
+
+    @property
+    def bytes(self) -> int:
+        """Measured bytes of a device."""
+        return self.chosen.bytes
+
+    @property
+    def flops(self) -> float:
+        """FLOPs per token, recomputation included."""
+        return self.chosen.flops
 
 
-def solve(config: RunConfig, budget: int, measure: Measure) -> RematSolution:
-    """Per-layer policies with the least recomputation among those whose step takes at most ``budget`` bytes.
+def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | None = None) -> RematSolution:
+    """Per-layer policies that take the least time among those whose step takes at most ``budget`` bytes.
 
     Args:
         config: the run; its own remat is ignored.
         budget: bytes of a device, for everything that the step takes.
         measure: compiles the step.
+        host: where activations may be moved to; None: nowhere, and the least time is the least recomputation.
 
     Raises:
-        RematError: full remat takes more than the budget.
+        RematError: no policy for all layers fits.
     """
-    model = config.model
-    seq_len = config.data.seq_len
+    model, seq_len = config.model, config.data.seq_len
+    forward = train_flops_per_token(model, seq_len) / 3
 
-    def measured(remat: str) -> tuple[int, float]:
-        return measure(remat), hardware_flops_per_token(dataclasses.replace(model, remat=remat), seq_len)
+    def measured(remat: str) -> RematCandidate:
+        device, there = measure(remat)
+        flops = hardware_flops_per_token(dataclasses.replace(model, remat=remat), seq_len)
+        exposed = 0.0 if host is None else host.exposed(there, forward, flops - forward)
+        return RematCandidate(device, flops, there, exposed)
 
-    named = {name: measured(name) for name in NAMED}
-    least = named["full"][0]
-    if least > budget:
-        raise RematError(
-            f"with every block computed again a step takes {least / 2**30:.3f} GiB, more than {budget / 2**30:.3f}: "
-            "make the micro-batch smaller (accumulate), or split it over more devices."
+    def fits(one: RematCandidate) -> bool:
+        return one.bytes <= budget and one.host <= (0 if host is None else host.bytes)
+
+    def seconds(one: RematCandidate) -> float:
+        return one.flops if host is None else one.flops * host.seconds_per_flop + one.exposed
+
+    names = NAMED if host is None else (*HOSTED, *NAMED)
+    named = {name: measured(name) for name in names}
+    found = {name: one for name, one in named.items() if fits(one)}
+    if not found and (host is None or min(one.bytes for one in named.values()) > budget):
+        raise _nothing_fits(named, budget, host)
+    base = named["full"]
+    layer = {
+        name: LayerCost(
+            (one.bytes - base.bytes) / model.layers,
+            one.host / model.layers,
+            [recomputed_flops(name, model, group, seq_len) for group, _ in model.segments],
         )
-    costs = {name: [recomputed_flops(name, model, group, seq_len) for group, _ in model.segments] for name in NAMED}
-    kept = {name: (size - least) / model.layers for name, (size, _) in named.items()}
-    tried: dict[str, tuple[int, float]] = {}
-    found = {name: both for name, both in named.items() if both[0] <= budget}
-    more = 0.0  # bytes of a mixed program beyond the sum of its parts
+        for name, one in named.items()
+    }
+    tried: dict[str, RematCandidate] = {}
+    more = there = 0.0  # bytes of a mixed program beyond the sum of its parts
     for _ in range(TRIES):
-        counts = solve_policies(model, kept, costs, budget - least - more)
+        limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - there))
+        counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward)
         if counts is None:
             break
         remat = format_policies(model, counts)
         if remat in named or remat in tried:
             break
-        tried[remat] = measured(remat)
-        size = tried[remat][0]
-        if size <= budget:
-            found[remat] = tried[remat]
-            if size >= CLOSE * budget:
+        one = tried[remat] = measured(remat)
+        if fits(one):
+            found[remat] = one
+            if one.bytes >= CLOSE * budget:
                 break
         parts = [(name, n * len(g)) for (g, _), row in zip(model.segments, counts, strict=True) for name, n in row]
-        more = size - least - sum(kept[name] * layers for name, layers in parts)
-    remat = min(found, key=lambda one: (found[one][1], -found[one][0]))
-    return RematSolution(remat, *found[remat], named, tried)
+        more = one.bytes - base.bytes - sum(layer[name].device * layers for name, layers in parts)
+        there = max(0.0, one.host - sum(layer[name].host * layers for name, layers in parts))
+    if not found:
+        raise _nothing_fits(named, budget, host)
+    remat = min(found, key=lambda one: (seconds(found[one]), -found[one].bytes))
+    return RematSolution(remat, found[remat], named, tried)
+
+
+def _nothing_fits(named: Mapping[str, RematCandidate], budget: int, host: HostTier | None) -> RematError:
+    least = min(one.bytes for one in named.values())
+    there = "" if host is None else f", with {host.bytes / 2**30:.3f} GiB of the host for activations"
+    return RematError(
+        f"with every block computed again a step takes {named['full'].bytes / 2**30:.3f} GiB, and at least "
+        f"{least / 2**30:.3f} by any policy; that is more than {budget / 2**30:.3f}{there}: make the micro-batch "
+        "smaller (accumulate), or split it over more devices."
+    )
+
+
+class LayerCost(NamedTuple):
+    """Cost of a policy.
+
+    Attributes:
+        device: bytes of a layer on the device, beside what "full" saves.
+        host: bytes of a layer on the host.
+        flops: recomputed FLOPs of each segment's group.
+    """
+
+    device: float
+    host: float
+    flops: Sequence[float]
 
 
 def solve_policies(
-    model: DecoderConfig, kept: Mapping[str, float], costs: Mapping[str, Sequence[float]], room: float
+    model: DecoderConfig,
+    layer: Mapping[str, LayerCost],
+    room: float,
+    host: HostTier | None = None,
+    forward: float = 0.0,
 ) -> list[list[tuple[str, int]]] | None:
     """Integer program: for each segment the number of repeats with each policy, without zeros; None if nothing fits.
 
     Args:
         model: the model.
-        kept: bytes saved per layer, beside what "full" saves.
-        costs: recomputed FLOPs of a segment's group.
-        room: available bytes.
+        layer: cost of each policy.
+        room: available bytes of the device, beside what "full" saves.
+        host: where activations may be moved to.
+        forward: FLOPs per token of a forward pass, which copies overlap.
     """
     segments = model.segments
-    pairs = list(itertools.product(range(len(segments)), NAMED))
-    sizes = np.array([len(segments[s][0]) * kept[name] for s, name in pairs])
+    pairs = list(itertools.product(range(len(segments)), layer))
+    count = len(pairs)
+    sizes = np.array([len(segments[s][0]) * layer[name].device for s, name in pairs])
+    there = np.array([len(segments[s][0]) * layer[name].host for s, name in pairs])
+    flops = np.array([layer[name].flops[s] for s, name in pairs])
     of_segment = np.array([[float(s == one) for s, _ in pairs] for one in range(len(segments))])
     repeats = np.array([count for _, count in segments], float)
-    scale = max(1.0, float(np.abs(sizes).max()))  # scales bytes and FLOPs to about one, for the solver
-    price = np.array([costs[name][s] for s, name in pairs])
-    price = price / max(1.0, float(price.max()))
-    every = optimize.LinearConstraint(of_segment, repeats, repeats)  # pyright: ignore[reportArgumentType]
-    fits = optimize.LinearConstraint(sizes[None] / scale, -np.inf, room / scale)
+    scale = max(1.0, float(np.abs(sizes).max()))  # scales bytes and times to about one, for the solver
+    # Variables: the counts, then the exposed seconds of copies out and back.
+    price = np.append(flops if host is None else flops * host.seconds_per_flop, [0.0, 0.0] if host is None else [1, 1])
+    unit = max(price.max(), 1e-300) if host is None else max(forward * host.seconds_per_flop, 1e-300)
+
+    def rows(matrix: np.ndarray, out: float = 0.0, back: float = 0.0) -> np.ndarray:
+        matrix = np.atleast_2d(matrix)
+        return np.hstack([matrix, np.tile([[out, back]], (len(matrix), 1))])
+
+    constraints = [
+        optimize.LinearConstraint(rows(of_segment), repeats, repeats),  # pyright: ignore[reportArgumentType]
+        optimize.LinearConstraint(rows(sizes / scale), -np.inf, room / scale),
+    ]
+    if host is not None:
+        copies, again = there * host.seconds_per_byte / unit, flops * host.seconds_per_flop / unit
+        pass_ = forward * host.seconds_per_flop / unit
+        constraints += [
+            optimize.LinearConstraint(rows(there / scale), -np.inf, host.bytes / scale),
+            optimize.LinearConstraint(rows(copies, out=-1.0), -np.inf, pass_),
+            optimize.LinearConstraint(rows(copies - again, back=-1.0), -np.inf, 2 * pass_),
+        ]
+    whole = np.append(np.ones(count), [0, 0])
+    scaled = np.append(price[:count] / unit, price[count:])
 
     def least(objective: np.ndarray, *more: optimize.LinearConstraint) -> optimize.OptimizeResult:
-        whole, bounds = np.ones(len(pairs)), optimize.Bounds(0, np.inf)
-        constraints = [every, fits, *more]
-        return optimize.milp(objective, integrality=whole, bounds=bounds, constraints=constraints)
+        bounds = optimize.Bounds(0, np.inf)
+        return optimize.milp(objective, integrality=whole, bounds=bounds, constraints=[*constraints, *more])
 
-    found = least(price)
+    found = least(scaled)
     if not found.success:
         return None
-    # Among solutions with equally few recomputed matmuls, save most: that recomputes the fewest elementwise operations.
-    found = least(-sizes / scale, optimize.LinearConstraint(price[None], -np.inf, found.fun + 1e-6))
-    numbers = {pair: round(x) for pair, x in zip(pairs, found.x, strict=True)}
-    return [[(name, numbers[s, name]) for name in NAMED if numbers[s, name]] for s in range(len(segments))]
+    # Among solutions of equal time, save most on the device: that recomputes the fewest elementwise operations.
+    most = np.append(-sizes / scale, [0.0, 0.0])
+    found = least(most, optimize.LinearConstraint(scaled[None], -np.inf, found.fun + 1e-6))
+    numbers = {pair: round(x) for pair, x in zip(pairs, found.x[:count], strict=True)}
+    return [[(name, numbers[s, name]) for name in layer if numbers[s, name]] for s in range(len(segments))]
 
 
 def format_policies(model: DecoderConfig, counts: Sequence[Sequence[tuple[str, int]]]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.data import DataConfig
 from jaxllm.models.remat import RematError, policies_by_layer
-from jaxllm.plan.remat_solver import NAMED, format_policies, solve, solve_policies
+from jaxllm.plan.remat_solver import NAMED, LayerCost, StepBytes, format_policies, solve, solve_policies
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import hardware_flops_per_token, recomputed_flops
 from tests import tiny
@@ -33,7 +33,7 @@ def bytes_of(run: RunConfig, remat: str, bend: float = 1.0, mixed: int = 0) -> i
 def test_nothing_is_cheaper_in_the_room(room):
     run = config(6)
     costs = {name: [recomputed_flops(name, run.model, run.model.pattern, 64)] for name in NAMED}
-    counts = solve_policies(run.model, KEPT, costs, room)
+    counts = solve_policies(run.model, {name: LayerCost(KEPT[name], 0, costs[name]) for name in NAMED}, room)
     assert counts is not None
     found = sum(n * costs[name][0] for name, n in counts[0])
     legal = [
@@ -48,7 +48,7 @@ def test_nothing_is_cheaper_in_the_room(room):
 
 def test_nothing_fits_into_less_than_nothing():
     run = config(4)
-    assert solve_policies(run.model, KEPT, {name: [0.0] for name in NAMED}, -1) is None
+    assert solve_policies(run.model, {name: LayerCost(KEPT[name], 0, [0.0]) for name in NAMED}, -1) is None
 
 
 def least(run: RunConfig, budget: int, bend: float, mixed: int) -> float:
@@ -66,13 +66,13 @@ def test_what_programs_add_is_learnt(budget, bend, mixed):
     run = config(12)
     asked: list[str] = []
 
-    def measure(remat: str) -> int:
+    def measure(remat: str) -> StepBytes:
         asked.append(remat)
-        return bytes_of(run, remat, bend, mixed)
+        return StepBytes(bytes_of(run, remat, bend, mixed))
 
     solved = solve(run, budget, measure)
     assert solved.bytes == bytes_of(run, solved.remat, bend, mixed) <= budget
-    fits = [flops for size, flops in solved.named.values() if size <= budget]
+    fits = [one.flops for one in solved.named.values() if one.bytes <= budget]
     assert solved.flops <= min(fits)
     assert solved.flops <= 1.02 * least(run, budget, bend, mixed)
     assert len(asked) == len(set(asked)) <= len(NAMED) + 5
@@ -81,4 +81,4 @@ def test_what_programs_add_is_learnt(budget, bend, mixed):
 def test_a_budget_below_the_least_is_refused():
     run = config(4)
     with pytest.raises(RematError, match="with every block computed again a step takes"):
-        solve(run, BASE - 1, lambda remat: bytes_of(run, remat))
+        solve(run, BASE - 1, lambda remat: StepBytes(bytes_of(run, remat)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -36,6 +37,7 @@ def compile(argv: list[str]) -> int:
         html: Path | None = None,
         anyway: bool = False,
         within: float | None = None,
+        host: float | None = None,
     ) -> int:
         """Compiles the train step for devices that are not attached; reports memory, collectives and cost estimates.
 
@@ -49,8 +51,10 @@ def compile(argv: list[str]) -> int:
             save: JSON file to write the report to.
             html: HTML page to write: memory over the schedule, timeline, roofline, collectives.
             anyway: let the TPU compiler compile a step that does not fit, to see which arrays take the memory.
-            within: memory budget of a device in GiB: first finds the gradient checkpointing per layer (model.remat)
+            within: memory budget of a device in GiB: first finds what each layer keeps and computes again (model.remat)
                 with the least recomputation that fits, which takes about six compilations.
+            host: with --within: GiB of the host's memory for each device, where layers may keep activations too; the
+                step of least time is found, in which copies count as far as the passes do not hide them.
         """
         from jaxllm.files import write_json
         from jaxllm.train.compile_step import compile_for
@@ -58,7 +62,9 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
-        if within is not None and (config := _with_remat_solved(config, on, within)) is None:
+        if host is not None and within is None:
+            raise UsageError("--host needs --within GiB, the memory budget of a device.")
+        if within is not None and (config := _with_remat_solved(config, topology, within, host)) is None:
             return 1
         with tempfile.TemporaryDirectory() as folder:
             keep = Path(folder) / "program.json" if html is not None or anyway else None
@@ -84,33 +90,53 @@ def compile(argv: list[str]) -> int:
 
     # All other options are settings of the run.
     known, settings = split_settings(
-        argv, ("--on", "--save", "--html", "--within"), ("--anyway", "--no-anyway", "--help", "-h")
+        argv, ("--on", "--save", "--html", "--within", "--host"), ("--anyway", "--no-anyway", "--help", "-h")
     )
     return parse_command(run, known, "jaxllm compile")
 
 
-def _with_remat_solved(config: RunConfig, on: str, within: float) -> RunConfig | None:
-    """The run with the gradient checkpointing that fits ``within`` GiB; prints the candidates. None if none fits."""
+def _with_remat_solved(config: RunConfig, topology: Topology, within: float, host: float | None) -> RunConfig | None:
+    """The run with the remat that fits ``within`` GiB, with ``host`` GiB of the host's memory; prints the candidates.
+    None if none fits.
+    """
     from jaxllm.models.remat import RematError
     from jaxllm.parallel.sharding_table_view import columns
-    from jaxllm.plan.remat_solver import solve
+    from jaxllm.plan.hardware import Cluster
+    from jaxllm.plan.remat_solver import HostTier, StepBytes, solve
     from jaxllm.train.compile_step import compile_for
+    from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
 
-    def measure(remat: str) -> int:
+    def measure(remat: str) -> StepBytes:
         run = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
-        return compile_for(run, on, progress=progress_line(f"remat {remat}: "), anyway=True).total_bytes
+        report = compile_for(run, topology.name, progress=progress_line(f"remat {remat}: "), anyway=True)
+        return StepBytes(report.total_bytes, report.host_bytes)
 
+    tier = None
+    if host is not None:
+        mesh = fitting_mesh(config, run_model(config), topology.num_devices, topology.platform)
+        tier = HostTier.of(config, Cluster.parse(topology.name), mesh, round(host * 2**30))
     try:
-        solved = solve(config, round(within * 2**30), measure)
+        solved = solve(config, round(within * 2**30), measure, tier)
     except RematError as error:
         print(error)
         return None
-    least = min(flops for _, flops in solved.named.values())
+    candidates = {**solved.named, **solved.tried}
+    least = min(one.flops for one in candidates.values())
     rows = [
-        (remat, f"{size / 2**30:.3f}", f"{100 * (flops / least - 1):.1f}%", "chosen" if remat == solved.remat else "")
-        for remat, (size, flops) in {**solved.named, **solved.tried}.items()
+        (
+            remat,
+            f"{one.bytes / 2**30:.3f}",
+            *([f"{one.host / 2**30:.3f}", f"{one.exposed * 1e3:.1f}"] if tier is not None else []),
+            f"{100 * (one.flops / least - 1):.1f}%",
+            "chosen" if remat == solved.remat else "",
+        )
+        for remat, one in candidates.items()
     ]
-    print(columns(("model.remat", "GiB", "extra FLOPs", ""), rows, "<>><"), end="\n\n")
+    of_host = ("of the host", "ms exposed") if tier is not None else ()
+    print(
+        columns(("model.remat", "GiB", *of_host, "extra FLOPs", ""), rows, f"<>{'>>' if of_host else ''}><"), end="\n\n"
+    )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=solved.remat))
 
 

@@ -1,0 +1,118 @@
+"""Remat solver with the host's memory: nothing is faster, both budgets are kept, copies count where exposed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxllm.data import DataConfig
+from jaxllm.models import MlpConfig
+from jaxllm.models.remat import RematError, policies_by_layer
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.remat_solver import HOSTED, NAMED, HostTier, LayerCost, StepBytes, solve, solve_policies
+from jaxllm.train import RunConfig
+from sharding import MeshSpec
+from tests import tiny
+
+NAMES = (*HOSTED, *NAMED)
+DEVICE = {"offload:0": -20, "offload": -20, "full": 0, "attention": 70, "elementwise": 90, "none": 200}
+HOST = {"offload:0": 40, "offload": 110, "full": 0, "attention": 0, "elementwise": 0, "none": 0}
+BASE = 1000
+
+
+def fastest_is_found(seed: int) -> float:
+    """Time of the solution over that of the fastest of all assignments, less 1; one segment or two."""
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(2, 7))
+    split = int(rng.integers(0, layers - 1))
+    model = tiny.decoder(layers=layers)
+    other = dataclasses.replace(model.pattern[0], mlp=MlpConfig(hidden=8))
+    model = dataclasses.replace(model, prefix=(other,) * split)
+    segments, forward = model.segments, float(rng.uniform(1, 10))
+    layer = {
+        name: LayerCost(
+            float(rng.normal(0, 50)), float(rng.uniform(0, 90)) * (name in HOSTED), list(rng.uniform(0, 3, 2))
+        )
+        for name in NAMES
+    }
+    tier = HostTier(int(rng.uniform(0, 400)), float(rng.uniform(0, 0.4)), float(rng.uniform(0.1, 2)))
+    room = float(rng.normal(0, 200))
+
+    def total(counts: list[list[tuple[str, int]]]) -> tuple[float, float, float]:
+        device, host, again = (
+            sum(n * part(name, s) for s, row in enumerate(counts) for name, n in row)
+            for part in (
+                lambda name, s: len(segments[s][0]) * layer[name].device,
+                lambda name, s: len(segments[s][0]) * layer[name].host,
+                lambda name, s: layer[name].flops[s],
+            )
+        )
+        return device, host, again * tier.seconds_per_flop + tier.exposed(host, forward, 2 * forward + again)
+
+    ways = [
+        [
+            [(name, names.count(name)) for name in NAMES if name in names]
+            for names in itertools.combinations_with_replacement(NAMES, n)
+        ]
+        for _, n in segments
+    ]
+    legal = [
+        seconds
+        for way in itertools.product(*ways)
+        for device, host, seconds in [total(list(way))]
+        if device <= room and host <= tier.bytes
+    ]
+    found = solve_policies(model, layer, room, tier, forward)
+    if found is None:
+        assert not legal
+        return 0.0
+    device, host, seconds = total(found)
+    assert device <= room + 1e-6
+    assert host <= tier.bytes + 1e-6
+    assert [sum(n for _, n in row) for row in found] == [n for _, n in segments]
+    return seconds / min(legal) - 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_is_faster(seed):
+    assert fastest_is_found(seed) < 1e-5
+
+
+def config(layers: int) -> RunConfig:
+    return RunConfig(model=tiny.decoder(layers=layers), data=DataConfig(seq_len=64))
+
+
+def measure_of(run: RunConfig):
+    def measure(remat: str) -> StepBytes:
+        layers = policies_by_layer(remat, run.model.segments)
+        return StepBytes(BASE + sum(DEVICE[name] for name in layers), sum(HOST[name] for name in layers))
+
+    return measure
+
+
+def test_layers_move_to_the_host_where_copies_are_hidden():
+    """A budget below that of full remat; a fast link hides all copies, a slow one makes recomputation cheaper."""
+    run = config(8)
+    for seconds_per_byte, offloaded in ((0.0, 7), (1e-5, 3)):
+        solved = solve(run, BASE - 50, measure_of(run), HostTier(900, seconds_per_byte, 1e-9))
+        assert solved.chosen.bytes <= BASE - 50
+        layers = policies_by_layer(solved.remat, run.model.segments)
+        assert sum(name in HOSTED for name in layers) == offloaded, solved.remat
+        assert (solved.chosen.exposed == 0) == (seconds_per_byte == 0)
+        assert ("full" in layers) == (seconds_per_byte > 0)
+    with pytest.raises(RematError, match=r"at least 0.000 by any policy.*with 0.000 GiB of the host"):
+        solve(run, BASE - 50, measure_of(run), HostTier(90, 0.0, 1e-9))
+    with pytest.raises(RematError, match="with every block computed again"):
+        solve(run, BASE - 50, measure_of(run))
+
+
+def test_the_tier_of_a_cluster():
+    run = dataclasses.replace(config(2), data=DataConfig(seq_len=64, batch_size=8))
+    tier = HostTier.of(run, Cluster.parse("v5e:2x2"), MeshSpec.parse("fsdp=4"), 2**30)
+    assert tier.bytes == 2**30
+    assert tier.seconds_per_byte == 1 / Cluster.parse("v5e:2x2").hardware.host
+    assert tier.exposed(0.0, 1.0, 2.0) == 0
+    assert tier.exposed(1.0, 0.0, 0.0) == 2 * tier.seconds_per_byte
