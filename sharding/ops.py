@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -486,7 +487,7 @@ def axis_size(*logical: str) -> int:
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh) -> Iterator[Mesh]:
-    """Context manager: runs the body on ``mesh``."""
-    with jax.set_mesh(mesh):
+def use_mesh(mesh: Mesh | None) -> Iterator[Mesh | None]:
+    """Context manager: runs the body on ``mesh``; None: on none, whichever mesh is current."""
+    with jax.set_mesh(Mesh(np.empty((), object), ()) if mesh is None else mesh):
         yield mesh

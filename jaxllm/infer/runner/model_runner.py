@@ -6,7 +6,6 @@ For tensor parallel serving over a mesh, weights, page pools and steps are shard
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import functools
 import math
@@ -531,7 +530,7 @@ class ModelRunner:
         return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
 
     def _on_mesh(self) -> Any:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        return sharding.use_mesh(self.mesh)  # without one, that of a caller does not count either
 
     def _by_rules(self, function: Any) -> Any:
         return functools.partial(function, self.model.rules)

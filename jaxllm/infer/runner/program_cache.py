@@ -30,6 +30,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+import sharding
 from jaxllm.files import atomic, digest, read_json, write_json
 from jaxllm.infer.runner.executable_signature import opened, sealed
 from jaxllm.infer.runner.program_loader import ProgramLoader
@@ -323,8 +324,8 @@ def _mesh_of(program: EngineProgram) -> Any:
     for x in jax.tree.leaves(dict(program.arguments)):
         mesh = getattr(getattr(x, "sharding", None), "mesh", None)
         if mesh is not None and not mesh.empty and mesh.size > 1:
-            return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
+            return sharding.use_mesh(mesh)
+    return sharding.use_mesh(None)
 
 
 _switch = threading.Lock()
