@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.streaming.expert_slots import ExpertSlots
-from jaxllm.infer.streaming.layer_store import WeightsUnavailableError
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from tests.infer import engines
@@ -33,6 +35,19 @@ def placed(where: str, folder: Path, window: int = 2) -> WeightPlacement:
 def runner_of(engine: Any) -> StreamedRunner:
     assert isinstance(engine.runner, StreamedRunner)
     return engine.runner
+
+
+class FullDevice:
+    """Store of a unit for which the device has no room."""
+
+    tier = "host"
+
+    def read(self, unit: Any, device: jax.Device) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for it")
+
+
+def raise_interrupt(_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def run_steps(engine: Any, many: int) -> None:
@@ -130,10 +145,14 @@ def test_files_are_found_again(tmp_path, float64):
 
 
 @pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
-def test_damaged_files_are_named_and_end_the_engine(damage, tmp_path, float64):
-    engine = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placed("files", tmp_path, 1))
-    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
-    want = engines.serve(engine, serve)
+@pytest.mark.parametrize("way", ["roomy", "tight, swap"])
+def test_a_failed_read_ends_the_requests_of_its_step(damage, way, tmp_path, float64):
+    """By name; the engine goes on, and says what it said before when the file is there again."""
+    config = dataclasses.replace(engines.ENGINES[way], max_sequences=2)
+    engine = engines.build(config, "llama", "float64", placement=placed("files", tmp_path, 2))
+    prompts = [list(range(1, 14)), [5, 6, 7], [8, 9, 1, 2]]
+    serve = [{"prompt": prompt, "params": GREEDY} for prompt in prompts]
+    want = [request.sequences[0].tokens for request in engines.serve(engine, serve)]
     file = sorted(tmp_path.glob("*/layer-*.bin"))[1]
     good, stat = file.read_bytes(), file.stat()
     if damage == "removed":
@@ -147,18 +166,61 @@ def test_damaged_files_are_named_and_end_the_engine(damage, tmp_path, float64):
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         runner_of(engine).window.stores[runner_of(engine).window.units[1]]._checked.clear()  # type: ignore[attr-defined]
     said = {"changed": "was changed", "bits": "checksum differs", "removed": "cannot be read"}[damage]
-    request = engine.submit([5, 6, 7], GREEDY)
-    with pytest.raises(WeightsUnavailableError, match=rf"{file.name}.*{said}"):
-        run_steps(engine, 20)
-    engine.cancel(request)
+    # Of another salt, so that pages of the first time are not found.
+    requests, ended = [engine.submit(prompt, GREEDY, salt="new") for prompt in prompts], []
+    while not ended:
+        ended = [delta for delta in engine.step() if delta.finish is not None]
+    assert [(delta.request, delta.finish) for delta in ended] == [(request, "error") for request in requests[:2]]
+    for request in requests[:2]:
+        assert isinstance(request.failure, StepFailedError)
+        assert re.search(rf"{file.name} \(layer 1\).*{said}", str(request.failure))
     file.write_bytes(good)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    # Its books say that the step was computed; pages of it may be in the prefix cache.
-    engine.submit([5, 6, 7], GREEDY)
-    with pytest.raises(WeightsUnavailableError, match="broken off"):
+    # One waited meanwhile. Nothing of the step is found in the prefix cache.
+    again = [engine.submit(prompt, GREEDY, salt="new") for prompt in prompts]
+    while engine.busy:
         engine.step()
-    engine = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placed("files", tmp_path, 1))
-    assert [r.sequences[0].tokens for r in engines.serve(engine, serve)] == [r.sequences[0].tokens for r in want]
+    assert requests[2].failure is None
+    assert [request.sequences[0].tokens for request in (*again, requests[2])] == [*want, want[2]]
+    assert runner_of(engine).window.counts.most <= 2
+
+
+def test_requests_fail_while_the_engine_decodes_and_others_go_on(tmp_path, float64):
+    """A read fails in a later step, with a step in flight: its sequences end, a queued one is served."""
+    config = dataclasses.replace(engines.ENGINES["roomy"], max_sequences=1)
+    engine = engines.build(config, "llama", "float64", placement=placed("host", tmp_path, 1))
+    window = runner_of(engine).window
+    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
+    want = engines.serve(engine, serve)[0].sequences[0].tokens
+    failing, waiting = (engine.submit([5, 6, 7], GREEDY) for _ in range(2))
+    run_steps(engine, 4)
+    store = window.stores[window.units[-1]]
+    window.stores = {**window.stores, window.units[-1]: FullDevice()}  # type: ignore[dict-item]
+    while failing.sequences[0].finish is None:
+        engine.step()
+    assert failing.sequences[0].finish == "error"
+    assert "no room for it" in str(failing.failure)
+    assert str(window.units[-1].first) in str(failing.failure)
+    assert failing.sequences[0].tokens == want[: len(failing.sequences[0].tokens)]
+    window.stores = {**window.stores, window.units[-1]: store}
+    while engine.busy:
+        engine.step()
+    assert waiting.failure is None
+    assert waiting.sequences[0].tokens == want
+
+
+def test_a_step_broken_off_by_anything_else_ends_the_engine(tmp_path, monkeypatch):
+    engine = engines.build(engines.ENGINES["roomy"], placement=placed("host", tmp_path))
+    runner = runner_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.window, "take", raise_interrupt)
+        request = engine.submit([5, 6, 7], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.cancel(request)
+    engine.submit([5, 6, 7], GREEDY)
+    with pytest.raises(RuntimeError, match="broken off"):
+        engine.step()
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -55,7 +55,7 @@ from jaxllm.infer.page_store import PageStore, weights_digest
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
-from jaxllm.infer.runner.runner_protocol import Runner
+from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.side_work import SideWork, StepRoom
@@ -435,14 +435,20 @@ class Engine:
             return
         slots.collect()
         for sequence in [*self.scheduler.waiting, *self.scheduler.forks]:
-            revision, request = sequence.request.adapter, self._selector.owner(sequence.request)
+            revision = sequence.request.adapter
             if revision is None or (why := slots.failure(revision)) is None:
                 continue
-            request.failure = f"the adapter {revision.name!r} cannot be loaded: {why}"
-            self._selector.forget(request)
-            for one in request.sequences:
-                if one.finish is None:
-                    self._cancelled.append(self._finish_sequence(one, "error", (), ""))
+            failure = AdapterError(f"the adapter {revision.name!r} cannot be loaded: {why}")
+            self._cancelled += self._fail(sequence.request, failure)
+
+    def _fail(self, request: Request, failure: Exception) -> list[OutputDelta]:
+        """Ends all completions of a request, or of the one that it is a part of, with "error"."""
+        request = self._selector.owner(request)
+        self._selector.forget(request)
+        running = [sequence for sequence in request.sequences if sequence.finish is None]
+        if running:
+            request.failure = failure
+        return [self._finish_sequence(sequence, "error", (), "") for sequence in running]
 
     # Control
 
@@ -556,8 +562,11 @@ class Engine:
         if any(plan.chunks for plan in plans):
             if not self._in_flight:
                 self._last_result_time = self.scheduler.policy_state.clock()
-            self._in_flight.append(self._start_step(plans))
-            started = 1
+            try:
+                self._in_flight.append(self._start_step(plans))
+                started = 1
+            except StepFailedError as error:
+                out += self._fail_step(plans, error)
         if len(self._in_flight) > started:
             out += self._process_result(self._in_flight.popleft())
         elif not (plans or self.paused or out or self.scheduler.idle or self._waits_for_adapter()):
@@ -646,6 +655,19 @@ class Engine:
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
         result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
         return _StepInFlight(plans, shape, result, room, beside)
+
+    def _fail_step(self, plans: list[StepPlan], error: StepFailedError) -> list[OutputDelta]:
+        """Ends the requests of a step that could not be computed; the KV cache of the others is computed again.
+
+        The first layers have keys and values of the step, the others have not, so no page is to be found again.
+        """
+        out: list[OutputDelta] = []
+        for chunk in [chunk for plan in plans for chunk in plan.chunks]:
+            out += self._fail(chunk.sequence.request, error)
+        while self._in_flight:
+            out += self._process_result(self._in_flight.popleft())
+        self.scheduler.restart()
+        return out
 
     def _process_result(self, step: _StepInFlight) -> list[OutputDelta]:
         """Waits for a step's result, adds its tokens to their sequences, and returns the output."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.infer.streaming.layer_store import LayerStore, Unit
+from jaxllm.infer.streaming.layer_store import LayerStore, Unit, WeightsUnavailableError
 
 
 @dataclass
@@ -45,7 +45,8 @@ class StreamCounts:
 class LayerWindow:
     """Units on the device: some for good, the others by turns, at most ``size`` of them at a time.
 
-    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model.
+    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model; after ``restart`` from
+    its beginning.
 
     Args:
         units: units of the model, in the order in which they compute.
@@ -97,7 +98,7 @@ class LayerWindow:
         """Weights of a unit; waits until they are there.
 
         Raises:
-            WeightsUnavailableError: they cannot be read.
+            WeightsUnavailableError: they cannot be read, now either if they were read ahead in vain.
         """
         self.counts.units += 1
         if unit in self._held:
@@ -106,7 +107,11 @@ class LayerWindow:
         future = self._ahead[0][1]
         begin = time.perf_counter()
         late = not future.done()
-        weights = future.result()
+        try:
+            weights = future.result()
+        except WeightsUnavailableError:  # that may have been long ago, before the server had nothing to do
+            self._ahead[0] = unit, self._pool.submit(self._replace, unit, None, None)
+            weights, late = self._ahead[0][1].result(), True
         if late:
             self.counts.stalls += 1
             self.counts.stalled_seconds += time.perf_counter() - begin
@@ -119,6 +124,14 @@ class LayerWindow:
         taken, future = self._ahead.popleft()
         assert taken == unit, (taken, unit)
         self._read_ahead(future.result(), result)
+
+    def restart(self) -> None:
+        """Begins again at the first unit, when a pass was broken off; what was read ahead is freed."""
+        old = [future for _, future in self._ahead]
+        self._ahead.clear()
+        self._next = 0
+        for future in old:
+            self._read_ahead(None if future.exception() is not None else future.result(), None)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -143,9 +156,14 @@ class LayerWindow:
         store = self.stores[unit]
         try:
             weights = jax.block_until_ready(store.read(unit, self.device))
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._on_device -= 1
+            if isinstance(error, jax.errors.JaxRuntimeError):  # such as RESOURCE_EXHAUSTED
+                raise WeightsUnavailableError(
+                    f"layer {unit.first} cannot be copied from the {store.tier} tier to {self.device}: {error}. If its "
+                    "memory is full, give a smaller window, fewer resident layers or a smaller KV cache."
+                ) from error
             raise
         with self._lock:
             self.counts.reads[store.tier] += 1

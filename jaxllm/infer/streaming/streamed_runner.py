@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
+from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.streaming.expert_stage import ExpertStage
@@ -123,14 +124,19 @@ class StreamedRunner(ModelRunner):
         """Runs the layers as their weights arrive, and starts the end of the step; see ``ModelRunner``.
 
         Raises:
-            WeightsUnavailableError: a layer's weights cannot be read; or a step was broken off before.
+            StepFailedError: a layer's weights cannot be read. The next step reads them again.
+            RuntimeError: a step was broken off before by something else, such as Ctrl-C.
         """
         if self._broken is not None:
-            raise WeightsUnavailableError(
-                "a step was broken off, and some layers lack its keys and values: build the engine again."
+            raise RuntimeError(
+                "a step was broken off, and the KV cache may be lost: build the engine again."
             ) from self._broken
         try:
             return self._run(shape, packed, masks)
+        except WeightsUnavailableError as error:
+            # It was raised between two programs: the pools are those that the last one has returned.
+            self.window.restart()
+            raise StepFailedError(str(error)) from error
         except BaseException as error:
             self._broken = error
             raise
