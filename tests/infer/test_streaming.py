@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,7 @@ def test_a_failed_read_ends_the_requests_of_its_step(damage, way, tmp_path, floa
     want = [request.sequences[0].tokens for request in engines.serve(engine, serve)]
     file = sorted(tmp_path.glob("*/layer-*.bin"))[1]
     good, stat = file.read_bytes(), file.stat()
+    wait([future for _, future in runner_of(engine).window._ahead])  # no thread reads while the file changes
     if damage == "removed":
         file.unlink()
     elif damage == "changed":

@@ -22,7 +22,7 @@ from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.streaming.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import Unit, WeightsUnavailableError
 from jaxllm.infer.streaming.streamed_step import StreamedStep
-from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import batch_dependent_formats
 
@@ -218,6 +218,33 @@ class StreamedRunner(ModelRunner):
     def close(self) -> None:
         """Ends the threads that read layers."""
         self.window.close()
+
+
+def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> None:
+    """Checks what goes with streamed weights.
+
+    Args:
+        config: sizes of the engine.
+        placement: of its weights; None: they are on the device.
+
+    Raises:
+        ValueError: names what does not.
+    """
+    window = 0 if placement is None else placement.window
+    if config.layer_window != window:
+        raise ValueError(
+            f"engine: layer_window = {config.layer_window}, and the weights are placed with a window of {window}; give "
+            "both the same number (0: all weights are on the device)."
+        )
+    if not window:
+        return
+    if config.orders_channels:
+        raise ValueError(f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4.")
+    if (config.speculate or "").partition(":")[0] == "self":
+        raise ValueError(
+            f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
+            "draft:MODEL or ngram."
+        )
 
 
 class _Group:
