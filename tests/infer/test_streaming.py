@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections import Counter
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.streaming.expert_slots import ExpertSlots
+from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from tests.infer import engines
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
@@ -45,6 +47,19 @@ class FullDevice:
 
     def read(self, unit: Any, device: jax.Device) -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for it")
+
+
+class CountingLayers:
+    """Counts how often each unit of a store is read."""
+
+    tier = "source"
+
+    def __init__(self, store: LoadedLayers):
+        self.store, self.reads = store, Counter[Any]()
+
+    def read(self, unit: Any, device: jax.Device) -> Any:
+        self.reads[unit] += 1
+        return self.store.read(unit, device)
 
 
 def raise_interrupt(_: Any) -> Any:
@@ -125,6 +140,19 @@ def test_experts_leave_by_use_or_by_score():
     for many in (5, 0):
         with pytest.raises(ValueError, match=f"expert slots = {many}"):
             ExpertSlots(4, many)
+
+
+@pytest.mark.parametrize("where", ["device", "host", "files", "mixed"])
+def test_units_with_experts_are_read_once(where, tmp_path):
+    """Their experts and the rest of them come from one reading, wherever the rest goes."""
+    counting = CountingLayers(LoadedLayers(engines.params_of("mixtral", "float32")))
+    model = engines.functional(engines.model_of("mixtral", "float32"))
+    placement = dataclasses.replace(placed(where, tmp_path), expert_slots=2)
+    weights = StreamedWeights.of(model, {}, counting, placement)
+    window = weights.window(jax.devices()[0])
+    assert counting.reads == dict.fromkeys(weights.units, 1)
+    assert len(weights.experts) == len(weights.units)
+    window.close()
 
 
 def test_files_are_found_again(tmp_path, float64):

@@ -83,7 +83,9 @@ class StreamedRunner(ModelRunner):
         found: dict[int, Any] = {}
         for unit in self._units:
             if unit.segment not in found:
-                tree = self.window.stores[unit].read(unit, self.window.device)
+                tree = self.window.resident(unit)
+                if tree is None:
+                    tree = self.window.stores[unit].read(unit, self.window.device)
                 found[unit.segment] = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
                 )

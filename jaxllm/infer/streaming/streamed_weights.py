@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.layer_store import (
@@ -21,7 +20,6 @@ from jaxllm.infer.streaming.layer_store import (
     LayerStore,
     Unit,
     WithoutExperts,
-    split_experts,
     units_of,
 )
 from jaxllm.infer.streaming.layer_window import LayerWindow
@@ -112,12 +110,8 @@ class StreamedWeights:
         experts: dict[tuple[Unit, str], Any] = {}
         if placement.expert_slots:
             check_slots(model, placement)
-            host = jax.devices("cpu")[0]
-            for unit in units_of(model.config.segments):
-                _, found = split_experts(layers.read(unit, host))
-                experts |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
-            layers = WithoutExperts(layers)
-            key = [*key, "without experts"]
+            layers = WithoutExperts(layers, units_of(model.config.segments))
+            experts, key = layers.experts, [*key, "without experts"]
         units = units_of(model.config.segments)
         first, last = placement.device_units, len(units)
         if placement.host_units is not None:
@@ -137,10 +131,14 @@ class StreamedWeights:
     def window(self, device: jax.Device) -> LayerWindow:
         """The window of these weights on a device, whose threads begin to read at once."""
         place = self.placement
-        return LayerWindow(
+        window = LayerWindow(
             self.units, self.stores, device, place.window,
             resident=min(place.device_units, len(self.units)), loaders=place.loaders,
         )  # fmt: skip
+        for store in self.stores.values():
+            if isinstance(store, WithoutExperts):
+                store.release()
+        return window
 
     def __str__(self) -> str:
         """Numbers of layers by place."""
