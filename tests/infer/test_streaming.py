@@ -18,8 +18,9 @@ from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.streaming.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
-from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
 from tests.infer import engines
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
@@ -275,6 +276,21 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     engine = engines.build(small, placement=placed("host", tmp_path))
     with pytest.raises(ValueError, match="cannot be replaced"):
         engine.swap(engines.params_of("llama", "float32"))
+
+
+def test_tiers_are_spread_over_the_model_within_their_bytes():
+    assert spread("abcdefg", 3) == (list("ceg"), list("abdf"))
+    assert spread("ab", 5) == (["a", "b"], [])
+    assert spread("ab", 0) == ([], ["a", "b"])
+    # A first layer that is larger than the others, as of a mixture after a dense one.
+    sizes = [5, 2, 2, 2, 2]
+    for device, want in ((0, 0), (2, 1), (4, 2), (5, 2), (6, 3), (8, 4), (13, 5)):
+        placement = OffloadBudget(device=device, host=4, disk=Path("d")).placement(sizes)
+        assert placement.device_units == want
+        on_device, others = spread(sizes, want)
+        assert sum(on_device) <= device
+        assert placement.host_units is not None
+        assert sum(spread(others, placement.host_units)[0]) <= 4
 
 
 def test_counts_say_where_layers_came_from(tmp_path):

@@ -54,7 +54,7 @@ class LayerWindow:
         device: the device.
         size: streamed units that are on the device at a time, the one that computes among them: with 1, reading and
             computing take turns.
-        resident: first units, which stay on the device.
+        resident: units that stay on the device.
         loaders: threads that read.
     """
 
@@ -65,18 +65,15 @@ class LayerWindow:
         device: jax.Device,
         size: int,
         *,
-        resident: int = 0,
+        resident: Sequence[Unit] = (),
         loaders: int = 2,
     ):
-        if size < 1 or loaders < 1 or not 0 <= resident <= len(units):
-            raise ValueError(
-                f"a window of {size} units, {resident} of {len(units)} resident and {loaders} loaders: give a window "
-                "and loaders of 1 or more, and no more resident units than there are."
-            )
+        if size < 1 or loaders < 1:
+            raise ValueError(f"a window of {size} units and {loaders} loaders: give 1 or more of each.")
         self.units, self.device, self.stores = units, device, stores
         self.counts = StreamCounts()
-        self._held = {unit: stores[unit].read(unit, device) for unit in units[:resident]}
-        self._streamed = list(units[resident:])
+        self._held = {unit: stores[unit].read(unit, device) for unit in resident}
+        self._streamed = [unit for unit in units if unit not in self._held]
         self.size = min(size, len(self._streamed))
         self._pool = ThreadPoolExecutor(loaders, "layers")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
 """Offload budget: how many bytes of a model's layers the device and the host may hold, as a user gives it.
 
-``window=2,device=4GiB,host=8GiB,disk=DIR``: all parts may be left out. Layers fill the device first, then the host; the
-others are read from files.
+``window=2,device=4GiB,host=8GiB,disk=DIR``: all parts may be left out. As many layers as fit stay on the device, as
+many of the others on the host, each spread evenly over the model; the rest is read from files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.infer.streaming.expert_slots import Eviction
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
 _UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
@@ -75,18 +75,14 @@ class OffloadBudget:
         Args:
             unit_bytes: bytes of each unit of the model, without experts where these have slots.
         """
-        on_device = _filled(unit_bytes, self.device)
-        on_host = None if self.host is None else _filled(unit_bytes[on_device:], self.host)
+        on_device = _most(unit_bytes, self.device)
+        others = spread(unit_bytes, on_device)[1]
+        on_host = None if self.host is None else _most(others, self.host)
         return WeightPlacement(
             self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict
         )
 
 
-def _filled(sizes: Sequence[int], room: int) -> int:
-    """Number of the first of some sizes that fit together."""
-    total = 0
-    for count, size in enumerate(sizes):
-        total += size
-        if total > room:
-            return count
-    return len(sizes)
+def _most(sizes: Sequence[int], room: int) -> int:
+    """Most of some sizes, spread evenly over them, that fit together."""
+    return next(count for count in range(len(sizes), -1, -1) if sum(spread(sizes, count)[0]) <= room)
