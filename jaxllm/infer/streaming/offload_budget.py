@@ -15,7 +15,7 @@ from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
-_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
+_UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,12 @@ class OffloadBudget:
     evict: Eviction = "lru"
 
     @classmethod
-    def parse(cls, text: str) -> OffloadBudget:
+    def parse(cls, text: str, *, limits: bool = False) -> OffloadBudget:
         """Reads a budget.
+
+        Args:
+            text: its parts.
+            limits: the bytes are limits of a placement that is to be solved, so that ``host`` needs no disk.
 
         Raises:
             ValueError: names the part that is not legal.
@@ -55,7 +59,7 @@ class OffloadBudget:
                 raise ValueError(f"{name} is given twice in {text!r}.")
             if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
                 found[name] = int(value)
-            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B)?", value, re.I)):
+            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
             elif name == "evict" and value in ("lru", "score"):
                 found[name] = value
@@ -63,11 +67,19 @@ class OffloadBudget:
                 found[name] = Path(value)
             else:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
-        if "host" in found and "disk" not in found:
+        if "host" in found and "disk" not in found and not limits:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
         if "disk" in found:
             found.setdefault("host", 0)
         return cls(**found)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """The text that ``parse`` reads."""
+        parts = [f"window={self.window}", f"device={self.device}B"]
+        parts += [] if self.host is None else [f"host={self.host}B"]
+        parts += [] if self.disk is None else [f"disk={self.disk}"]
+        parts.append(f"loaders={self.loaders}")
+        return ",".join(parts + ([f"experts={self.experts}", f"evict={self.evict}"] if self.experts else []))
 
     def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:
         """Places units of these sizes, in order.

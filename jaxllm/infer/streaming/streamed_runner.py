@@ -50,7 +50,7 @@ class StreamedRunner(ModelRunner):
     ):
         if (mesh := options.get("mesh")) is not None and mesh.size > 1:
             raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
-        self._units = weights.units
+        self.units = weights.units
         self._broken: BaseException | None = None
         device = jax.tree.leaves(params)[0].devices().pop()
         self.window = weights.window(device)
@@ -81,7 +81,7 @@ class StreamedRunner(ModelRunner):
     def _abstract_layers(self) -> dict[int, Any]:
         """Shapes of the weights of a unit of each segment, of which all units must be alike."""
         found: dict[int, Any] = {}
-        for unit in self._units:
+        for unit in self.units:
             if unit.segment not in found:
                 tree = self.window.resident(unit)
                 if tree is None:
@@ -148,7 +148,7 @@ class StreamedRunner(ModelRunner):
         pools, batch, hidden, evicted = self.programs[f"{shape.name}-begin"](self._weights, self.pools, self.last, sent)
         self.pools = pools
         tokens = int(shape.inputs.views(packed[0])["starts"][-1])
-        for place, unit in enumerate(self._units):
+        for place, unit in enumerate(self.units):
             weights = self.window.take(unit)
             parts = self._parts(unit.segment, weights)
             for at, (part, own) in enumerate(parts):
@@ -187,9 +187,9 @@ class StreamedRunner(ModelRunner):
     def _following(self, place: int, rest: list[tuple[str | None, Any]]) -> tuple[Unit, str, Any] | None:
         """The next mixture layer, if its router's weights are on the device: in ``rest`` of a unit, or of the next."""
         assert self.experts is not None
-        nearby = [(self._units[place], rest)]
-        if place + 1 < len(self._units) and (held := self.window.resident(self._units[place + 1])) is not None:
-            nearby.append((self._units[place + 1], self._parts(self._units[place + 1].segment, held)))
+        nearby = [(self.units[place], rest)]
+        if place + 1 < len(self.units) and (held := self.window.resident(self.units[place + 1])) is not None:
+            nearby.append((self.units[place + 1], self._parts(self.units[place + 1].segment, held)))
         for unit, parts in nearby:
             for part, own in parts:
                 if part is not None and self.experts.has(unit.segment, part):
