@@ -1,4 +1,4 @@
-"""Placement fit: the shares of a model's layers on device, host and disk that decode most tokens per second.
+"""Placement fit: the solved placement, whose shares of layers on device, host and disk decode most tokens per second.
 
 FlexGen's linear program (arXiv:2303.06865, section 4.3): the time of a step is the longest of computing, copies from
 the host and reads from the disk, which overlap; its variables are the shares of the weights by tier, and batch size and
@@ -50,7 +50,7 @@ class ModelBytes:
 
 @dataclass(frozen=True)
 class TierLimits:
-    """What a placement may use.
+    """Limits of a placement.
 
     Attributes:
         device: bytes of device memory, for weights, window and KV cache.

@@ -17,7 +17,7 @@ Tier = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StreamedStepTime:
     """Predicted time of a step.
 
     Attributes:
@@ -41,7 +41,7 @@ class _Read:
 
 @dataclass
 class _Timeline:
-    """Where a step is: see ``step_time``."""
+    """Progress of a step: the reads that wait or run, and the time."""
 
     rates: TierRates
     loaders: int
@@ -71,7 +71,7 @@ class _Timeline:
 
 def step_time(
     tiers: Sequence[Tier], unit_bytes: Sequence[int], rates: TierRates, tokens: int, window: int, loaders: int
-) -> StepTime:
+) -> StreamedStepTime:
     """Time of a step in the midst of many like it.
 
     Args:
@@ -98,7 +98,7 @@ def step_time(
 
     for _ in range(window):
         begin_read()
-    used, found = 0, StepTime(0.0, 0.0)
+    used, found = 0, StreamedStepTime(0.0, 0.0)
     for _ in range(3):  # the first steps begin with an empty window
         begin, stalled = line.now, 0.0
         for place, computing in enumerate(computes):
@@ -116,6 +116,6 @@ def step_time(
         left = rates.ends(tokens)
         while left > 0:
             left = line.advance(left)
-        found = StepTime(line.now - begin, stalled)
+        found = StreamedStepTime(line.now - begin, stalled)
     assert math.isfinite(found.seconds)
     return found
