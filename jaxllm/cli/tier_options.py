@@ -33,7 +33,7 @@ def solve_placement(request: FitRequest, model: ModelBytes, sequences: int) -> O
     from jaxllm.infer.streaming.tier_rates import TierRates
 
     try:
-        limits = request.limits(jax.devices()[0])
+        limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
         rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)
         if limits.disk is not None and sum(model.units) > limits.host:
             rates = rates.cold()  # the page cache has no room for the files
@@ -70,6 +70,7 @@ def _published(model: ModelBytes, request: FitRequest) -> TierRates:
     return roofline_rates(
         kind, sum(model.units), model.parameters,
         flops=hardware.flops, bandwidth=hardware.bandwidth, host=hardware.host, disk=disk,
+        expert_parameters=model.expert_parameters, routed=model.routed,
     )  # fmt: skip
 
 

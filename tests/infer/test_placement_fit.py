@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.tier_options import solve_placement
+from jaxllm.infer.streaming import tier_benchmark
 from jaxllm.infer.streaming.fit_request import FitRequest
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.open_streamed import model_bytes
 from jaxllm.infer.streaming.placement_fit import DoesNotFitError, ModelBytes, TierLimits, fit, predict, room, solve
 from jaxllm.infer.streaming.step_timeline import step_time
 from jaxllm.infer.streaming.tier_rates import TierRates, roofline_rates
+from jaxllm.models import functional
+from tests.infer import engines
 
 DISK = Path("d")
 MODEL = ModelBytes((100,) * 10, 50, 1)
@@ -86,10 +92,10 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=said):
             FitRequest.parse(text)
-    device = jax.devices()[0]
     with pytest.raises(ValueError, match="how much memory"):
-        FitRequest().limits(device)
-    assert FitRequest(device=5).limits(device).host > 0
+        FitRequest().limits("cpu", None)
+    assert FitRequest(device=5).limits("cpu", None).host > 0
+    assert FitRequest(host=1).limits("gpu", {"bytes_limit": 100, "bytes_in_use": 10}).device == 81
     file = tmp_path / "rates.json"
     RATES.write(file)
     assert TierRates.read(file) == RATES
@@ -112,3 +118,45 @@ def test_data_sheets_give_the_roofline():
     assert rates.layers(4) == pytest.approx(0.4)  # computes
     assert rates.layers(3) == pytest.approx(0.3)
     assert rates.layers(8192) == pytest.approx(2 * 500 * 8192 / 1e4)
+    # 80% are experts, a token uses a quarter of them: 40% are read by one token, 55% by two; 40% compute.
+    rates = roofline_rates("x", 1000, 500, flops=1e4, bandwidth=1e4, host=1, disk=1, expert_parameters=400, routed=0.25)
+    assert rates.layers(1) == pytest.approx(0.04)
+    assert rates.layers(2) == pytest.approx(0.08)  # 0.4 x 500 parameters of two tokens; bytes would take 0.055
+    assert rates.layers(4096) == pytest.approx(2 * 200 * 4096 / 1e4)
+    slow = roofline_rates("x", 1000, 500, flops=1e9, bandwidth=1e4, host=1, disk=1, expert_parameters=400, routed=0.25)
+    assert slow.layers(2) == pytest.approx(0.1 * (0.2 + 0.8 * 7 / 16))
+
+
+def test_bytes_of_a_mixture():
+    """deepseek_v3 of the tests: a dense layer, then two of 6 experts, of which a token uses 2."""
+    model = functional(engines.model_of("deepseek_v3", "float32"))
+    ends = {"table": np.zeros((40, 16), np.float32)}
+    found = model_bytes(model, [10, 20, 20], ends)
+    assert (found.units, found.ends) == ((10, 20, 20), 40 * 16 * 4)
+    assert found.expert_parameters == 2 * 6 * 3 * 16 * 8
+    assert found.expert_parameters < found.parameters
+    assert found.routed == pytest.approx(1 / 3)
+    assert found.token == 3 * (8 + 4) * 4  # a latent and a rope key of each layer
+
+
+def test_rates_of_a_known_device_come_from_its_data_sheet(monkeypatch, tmp_path, capsys):
+    """80 layers of 0.44 GB on an H100: with all its memory they stay there; with 16 GiB copies are the limit."""
+    memory = {"bytes_limit": 80 * 10**9, "bytes_in_use": 0}
+    gpu = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: memory)
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    model = ModelBytes((440_000_000,) * 80, 2 * 10**9, 320 << 10, 70 * 10**9)
+    whole = solve_placement(FitRequest(host=10**12), model, 4)
+    assert whole.device == pytest.approx(sum(model.units), rel=1e-5)
+    part = solve_placement(FitRequest(device=16 << 30, host=10**12), model, 4)
+    said = capsys.readouterr().err
+    assert said.count("computing") == 3
+    assert said.count("copies from the host") == 3
+    # What is left over goes through the link of 64 GB/s, once a step.
+    streamed = sum(model.units) - part.device
+    fastest = float(said.splitlines()[-2].split()[6])
+    assert fastest == pytest.approx(4 * 64e9 / streamed, rel=0.05)
+    monkeypatch.setattr(tier_benchmark, "DISK_SAMPLE", 4096)
+    slow = solve_placement(FitRequest(device=16 << 30, host=4 << 30, disk=tmp_path), model, 1)
+    assert slow.disk == tmp_path
+    assert slow.host is not None
+    assert slow.host <= 4 << 30

@@ -8,10 +8,9 @@ Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=T
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
 
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import WINDOWS, TierLimits
@@ -81,19 +80,20 @@ class FitRequest:
             limits.loaders,
         )
 
-    def limits(self, device: jax.Device) -> TierLimits:
+    def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:
         """Limits with what is free where none is given.
+
+        Args:
+            kind: kind of device.
+            memory: its ``memory_stats``; None: it has none.
 
         Raises:
             ValueError: the device does not say what is free.
         """
         most = self.device
         if most is None:
-            memory = device.memory_stats() or {}
-            if "bytes_limit" not in memory:
-                raise ValueError(
-                    f"fit: a {device.device_kind} does not say how much memory it has: give it, such as device=4GiB."
-                )
+            if memory is None or "bytes_limit" not in memory:
+                raise ValueError(f"fit: a {kind} does not say how much memory it has: give it, such as device=4GiB.")
             most = int(SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
         host = int(SHARE * free_host_bytes()) if self.host is None else self.host
         return TierLimits(most, host, self.disk, self.length, self.loaders)

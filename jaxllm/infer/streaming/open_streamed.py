@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,6 +18,7 @@ from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, W
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import ModelBytes
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.models import Functional
 
 
 def open_streamed(
@@ -52,15 +54,27 @@ def open_streamed(
     sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
     unit_bytes = [sizes[unit.segment] for unit in units]
     if not isinstance(budget, OffloadBudget):
-        config = loaded.model.config
-        cache = sum(group.token_bytes() for group in layer_groups(config))
-        parameters = sum(x.size for x in jax.tree.leaves(loaded.model.abstract()["segments"]))
-        ends_bytes = sum(x.nbytes for x in jax.tree.leaves(ends))
-        budget = budget(ModelBytes(tuple(unit_bytes), ends_bytes, cache, parameters))
+        budget = budget(model_bytes(loaded.model, unit_bytes, ends))
     placement = budget.placement(unit_bytes)
     key = [str(path.resolve()), _changed(path), str(dtype), weights, str(loaded.step)]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
+
+
+def model_bytes(model: Functional, unit_bytes: Sequence[int], ends: Any) -> ModelBytes:
+    """Bytes of a model with units of these sizes, and with these parameters outside of blocks."""
+    config = model.config
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract()["segments"])
+    of_experts = sum(x.size for path, x in leaves if "'experts'" in jax.tree_util.keystr(path))
+    routed = [moe.top_k / moe.experts for moe in config.mixtures.values()]
+    return ModelBytes(
+        tuple(unit_bytes),
+        sum(x.nbytes for x in jax.tree.leaves(ends)),
+        sum(group.token_bytes() for group in layer_groups(config)),
+        sum(x.size for _, x in leaves),
+        of_experts,
+        sum(routed) / len(routed) if routed else 1.0,
+    )
 
 
 def _bytes_of(layers: LayerStore, unit: Unit) -> int:

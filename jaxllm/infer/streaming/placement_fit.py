@@ -40,12 +40,16 @@ class ModelBytes:
         ends: of the parameters outside of blocks, which are on the device.
         token: of the KV cache of a token, all layers.
         parameters: number of parameters of all units.
+        expert_parameters: of them, those of experts.
+        routed: share of the experts that a token is routed to.
     """
 
     units: tuple[int, ...]
     ends: int
     token: int
     parameters: int = 0
+    expert_parameters: int = 0
+    routed: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -109,19 +109,39 @@ class TierRates:
 
 
 def roofline_rates(
-    device: str, layer_bytes: int, layer_parameters: int, *, flops: float, bandwidth: float, host: float, disk: float
+    device: str,
+    layer_bytes: int,
+    parameters: int,
+    *,
+    flops: float,
+    bandwidth: float,
+    host: float,
+    disk: float,
+    expert_parameters: int = 0,
+    routed: float = 1.0,
 ) -> TierRates:
     """Rates by data sheet: a step of layers takes as long as its arithmetic, or as reading the weights once.
 
+    Of a mixture a token computes with its experts alone; a step reads those that any of its tokens is routed to, by
+    chance each as often as the others.
+
     Args:
         device: kind of device.
-        layer_bytes, layer_parameters: bytes and number of the parameters of all layers that a token uses.
+        layer_bytes, parameters: bytes and number of the parameters of all layers.
         flops, bandwidth: FLOP/s and bytes/s of the device.
         host, disk: bytes/s of the link to the host, and of the disk.
+        expert_parameters: of the parameters, those of experts.
+        routed: share of the experts that a token is routed to.
     """
+    experts = expert_parameters / max(1, parameters)
+
+    def seconds(tokens: int) -> float:
+        computed = parameters * (1 - experts + experts * routed) * tokens
+        read = layer_bytes * (1 - experts + experts * (1 - (1 - routed) ** tokens))
+        return max(2 * computed / flops, read / bandwidth)
+
     tokens = tuple(2**n for n in range(13))
-    seconds = tuple(max(2 * layer_parameters * n / flops, layer_bytes / bandwidth) for n in tokens)
-    return TierRates(device, tokens, seconds, (0.0,) * len(tokens), host, disk, disk)
+    return TierRates(device, tokens, tuple(map(seconds, tokens)), (0.0,) * len(tokens), host, disk, disk)
 
 
 def _between(tokens: int, known: tuple[int, ...], seconds: tuple[float, ...]) -> float:
