@@ -79,6 +79,17 @@ def test_limits_are_kept_and_the_faster_tier_comes_first():
         fit(MODEL, RATES, TierLimits(100, 1e4, DISK), [1])
 
 
+def test_whole_layers_keep_to_the_hosts_limit():
+    """Shares of half a layer fit the device and the host together; whole layers do not, and there is no disk."""
+    model = ModelBytes((100,) * 4, 0, 0)
+    limits = TierLimits(device=350, host=150)
+    assert solve(model, RATES, limits, 1, 1) is not None
+    with pytest.raises(DoesNotFitError):
+        fit(model, RATES, limits, [1], [1])
+    (one,) = fit(model, RATES, dataclasses.replace(limits, host=200), [1], [1])
+    assert one.bytes == {"device": 200, "host": 200, "disk": 0}
+
+
 def test_requests_and_rates_are_read(tmp_path, capsys):
     assert FitRequest.parse("window=2,device=4GiB") is None
     asked = FitRequest.parse("fit,device=2MiB,host=1MiB,disk=d,rates=r,length=64,window=3,loaders=4")

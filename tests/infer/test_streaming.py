@@ -211,6 +211,7 @@ def test_a_failed_read_ends_the_requests_of_its_step(damage, way, tmp_path, floa
     again = [engine.submit(prompt, GREEDY, salt="new") for prompt in prompts]
     while engine.busy:
         engine.step()
+    assert runner_of(engine).counters()["layer_read_failures"] >= 2  # ahead, and when it was needed
     assert requests[2].failure is None
     assert [request.sequences[0].tokens for request in (*again, requests[2])] == [*want, want[2]]
     assert runner_of(engine).window.counts.most <= 2
@@ -238,6 +239,23 @@ def test_requests_fail_while_the_engine_decodes_and_others_go_on(tmp_path, float
         engine.step()
     assert waiting.failure is None
     assert waiting.sequences[0].tokens == want
+
+
+def test_a_read_that_failed_ahead_of_its_use_is_tried_again(tmp_path):
+    """The first layer of the next step is read when a step ends, which may be long before that step."""
+    engine = engines.build(engines.ENGINES["roomy"], placement=placed("host", tmp_path, 1))
+    window = runner_of(engine).window
+    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
+    want = engines.serve(engine, serve)[0].sequences[0].tokens
+    first = window.units[0]
+    store = window.stores[first]
+    window.stores = {**window.stores, first: FullDevice()}  # type: ignore[dict-item]
+    window.restart()
+    wait([future for _, future in window._ahead])
+    window.stores = {**window.stores, first: store}
+    again = engines.serve(engine, serve)[0]
+    assert (again.failure, again.sequences[0].tokens) == (None, want)
+    assert window.counts.failures == 1
 
 
 def test_a_step_broken_off_by_anything_else_ends_the_engine(tmp_path, monkeypatch):

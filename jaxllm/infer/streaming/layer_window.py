@@ -31,6 +31,7 @@ class StreamCounts:
         read_bytes: their bytes, by tier.
         stalls: uses that had to wait for the unit.
         stalled_seconds: how long they waited.
+        failures: reads that failed; one that failed ahead of its use is tried again.
         most: most streamed units that were on the device at a time.
     """
 
@@ -39,6 +40,7 @@ class StreamCounts:
     read_bytes: dict[str, int] = field(default_factory=lambda: collections.defaultdict(int))
     stalls: int = 0
     stalled_seconds: float = 0.0
+    failures: int = 0
     most: int = 0
 
 
@@ -156,6 +158,7 @@ class LayerWindow:
         except BaseException as error:
             with self._lock:
                 self._on_device -= 1
+                self.counts.failures += 1
             if isinstance(error, jax.errors.JaxRuntimeError):  # such as RESOURCE_EXHAUSTED
                 raise WeightsUnavailableError(
                     f"layer {unit.first} cannot be copied from the {store.tier} tier to {self.device}: {error}. If its "

@@ -200,6 +200,7 @@ class StreamedRunner(ModelRunner):
         """Counters of reads, waits and expert slots since the start, by name."""
         seen = self.window.counts
         found = {"layer_stalls": seen.stalls, "layer_stalled_milliseconds": round(1e3 * seen.stalled_seconds)}
+        found["layer_read_failures"] = seen.failures
         for tier in sorted(seen.reads):
             found |= {f"layer_reads_{tier}": seen.reads[tier], f"layer_read_bytes_{tier}": seen.read_bytes[tier]}
         if self.experts is not None:
