@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,12 +25,15 @@ def load_with_progress(
     generation_config: str = "auto",
     *,
     offload: str | None = None,
+    sequences: int = 1,
     progress: Listener | None = None,
 ) -> LoadedModel:
     """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default.
 
     Args:
-        offload: budget of streamed weights, see ``OffloadBudget``; None: all weights are on the device.
+        offload: budget of streamed weights, see ``OffloadBudget``, or ``FitRequest``; None: all weights are on the
+            device.
+        sequences: most sequences of a batch, which a placement is solved for.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
         generation_config: where the sampling defaults come from: "auto": the model's files; "none"; or a directory
             with a ``generation_config.json``.
@@ -37,8 +41,10 @@ def load_with_progress(
     Raises:
         UsageError: there is no such directory.
     """
+    from jaxllm.cli.tier_options import solve_placement
     from jaxllm.infer import load_model
     from jaxllm.infer.runner.serving_mesh import mesh_of
+    from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
     from jaxllm.infer.streaming.open_streamed import open_streamed
     from jaxllm.infer.streaming.streamed_weights import StreamedWeights
@@ -51,7 +57,13 @@ def load_with_progress(
     over = None if mesh is None else mesh_of(mesh)
     with _tensor_progress(name, progress) as tell:
         if offload is not None:
-            loaded = open_streamed(name, OffloadBudget.parse(offload), dtype=dtype, weights=weights, progress=tell)
+            request = FitRequest.parse(offload)
+            budget = (
+                OffloadBudget.parse(offload)
+                if request is None
+                else functools.partial(solve_placement, request, sequences=sequences)
+            )
+            loaded = open_streamed(name, budget, dtype=dtype, weights=weights, progress=tell)
         else:
             loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
     if isinstance(loaded.params, StreamedWeights):
@@ -77,6 +89,7 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
     Raises:
         UsageError: it is not legal, or does not go with ``--mesh``.
     """
+    from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
 
     if offload is None:
@@ -84,7 +97,8 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
     if mesh is not None:
         raise UsageError("--offload is for one device; leave --mesh out.")
     try:
-        OffloadBudget.parse(offload)
+        if FitRequest.parse(offload) is None:
+            OffloadBudget.parse(offload)
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
 

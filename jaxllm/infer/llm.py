@@ -216,8 +216,8 @@ class LLM:
             for request in requests:
                 self.engine.cancel(request)
             raise
-        if failed := next((request.failure for request in requests if request.failure), ""):
-            raise AdapterError(failed)
+        if failed := next((request.failure for request in requests if request.failure is not None), None):
+            raise failed
         return [completion(request) for request in requests]
 
     def stream(

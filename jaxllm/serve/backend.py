@@ -240,8 +240,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         }
     if engine.config.retention is not None:
         out.setdefault("cache", {})["retention"] = engine.retention_report()
-    if engine.page_store is not None:
-        out.setdefault("cache", {})["tiers"] = engine.page_store.report()
+    if (store := engine.page_tiers.store) is not None:
+        out.setdefault("cache", {})["tiers"] = store.report()
     if leaves:
         devices = sorted(leaves[0].sharding.device_set, key=lambda d: d.id)
         out["devices"] = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in devices]

@@ -68,7 +68,7 @@ async def _sample(backend: Backend, request: SampleRequest, salt: str, service: 
     async with contextlib.aclosing(stream) as outputs:
         async for output in outputs:
             if output.finish == "error":
-                raise ValueError(output.request.failure or "the grammar takes too long to evaluate.")
+                raise output.request.failure or ValueError("the grammar takes too long to evaluate.")
             one = found[output.number]
             for name in ("text", "tokens", "logprobs", "top"):
                 one[name] += getattr(output, name)

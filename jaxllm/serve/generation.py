@@ -16,6 +16,7 @@ from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import EngineStopped
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.serve import effort_generation
 from jaxllm.serve.api.errors import ApiError
@@ -199,9 +200,11 @@ class RequestDispatcher:
                     cached[number] = output.request.cached_tokens
                     usage.cached = sum(cached.values())
                     timer.output((number, output.number), len(output.tokens), output.finish)
-                    if output.finish == "error" and output.request.failure:
-                        raise ApiError(400, output.request.failure, param="model", code="adapter_unreadable")
                     if output.finish == "error":
+                        if isinstance(failure := output.request.failure, StepFailedError):
+                            raise failure
+                        if failure is not None:
+                            raise ApiError(400, str(failure), param="model", code="adapter_unreadable")
                         raise ApiError(
                             400, "the grammar takes too long to evaluate; give a simpler one.", code="form_too_costly"
                         )
@@ -214,6 +217,9 @@ class RequestDispatcher:
         except EngineStopped as error:
             timer.ended = "error"
             raise ApiError(503, f"the engine is not running: {error}", code="engine_stopped") from error
+        except StepFailedError as error:
+            timer.ended = "error"
+            raise ApiError(503, str(error), code="weights_unavailable") from error
         except ValueError as error:  # the engine refused the request
             raise ApiError(400, str(error)) from None
         finally:

@@ -178,7 +178,7 @@ def test_what_cannot_be_served_is_named_and_changes_nothing(engine, tmp_path, rn
     prompt = rng.integers(0, engines.VOCAB, 5).tolist()
     lost, fine = run(engine, (prompt, "lost"), (prompt, "a1"))
     assert lost.sequences[0].finish == "error"
-    assert "the adapter 'lost' cannot be loaded" in lost.failure
+    assert "the adapter 'lost' cannot be loaded" in str(lost.failure)
     assert fine.sequences[0].finish == "length"
     with pytest.raises(AdapterError, match="'lost' cannot be loaded"):
         engine.submit(prompt, GREEDY, adapter="lost")

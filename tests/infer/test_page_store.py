@@ -109,16 +109,16 @@ def test_evicted_prefixes_come_back(kv, rng, tmp_path, float64):
     tiers = with_kv_cache(sizes, kv, kv_host=1e-3, kv_disk=tmp_path)
     first = engines.build(tiers, "llama", "float64")
     assert tokens(first, asked) == want
-    assert first.page_store is not None
-    assert first.page_store.counts.host_hits > 8
+    assert first.page_tiers.store is not None
+    assert first.page_tiers.store.counts.host_hits > 8
     first.close()
     second = engines.build(tiers, "llama", "float64")
-    assert second.page_store is not None
-    file = sorted(Path(second.page_store.folder).iterdir())[0]  # pyright: ignore[reportArgumentType]
+    assert second.page_tiers.store is not None
+    file = sorted(Path(second.page_tiers.store.folder).iterdir())[0]  # pyright: ignore[reportArgumentType]
     file.write_bytes(file.read_bytes()[:-1])
     assert tokens(second, asked) == want
-    assert second.page_store.counts.disk_hits > 8
-    assert second.page_store.counts.damaged <= 1
+    assert second.page_tiers.store.counts.disk_hits > 8
+    assert second.page_tiers.store.counts.damaged <= 1
     other = engines.params_of("llama", "float64", seed=5)
     second.swap(other)
     cold = engines.build(sizes, "llama", "float64")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from collections import Counter
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.streaming.expert_slots import ExpertSlots
-from jaxllm.infer.streaming.layer_store import WeightsUnavailableError
+from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
 from tests.infer import engines
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
@@ -33,6 +39,32 @@ def placed(where: str, folder: Path, window: int = 2) -> WeightPlacement:
 def runner_of(engine: Any) -> StreamedRunner:
     assert isinstance(engine.runner, StreamedRunner)
     return engine.runner
+
+
+class FullDevice:
+    """Store of a unit for which the device has no room."""
+
+    tier = "host"
+
+    def read(self, unit: Any, device: jax.Device) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for it")
+
+
+class CountingLayers:
+    """Counts how often each unit of a store is read."""
+
+    tier = "source"
+
+    def __init__(self, store: LoadedLayers):
+        self.store, self.reads = store, Counter[Any]()
+
+    def read(self, unit: Any, device: jax.Device) -> Any:
+        self.reads[unit] += 1
+        return self.store.read(unit, device)
+
+
+def raise_interrupt(_: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def run_steps(engine: Any, many: int) -> None:
@@ -111,6 +143,19 @@ def test_experts_leave_by_use_or_by_score():
             ExpertSlots(4, many)
 
 
+@pytest.mark.parametrize("where", ["device", "host", "files", "mixed"])
+def test_units_with_experts_are_read_once(where, tmp_path):
+    """Their experts and the rest of them come from one reading, wherever the rest goes."""
+    counting = CountingLayers(LoadedLayers(engines.params_of("mixtral", "float32")))
+    model = engines.functional(engines.model_of("mixtral", "float32"))
+    placement = dataclasses.replace(placed(where, tmp_path), expert_slots=2)
+    weights = StreamedWeights.of(model, {}, counting, placement)
+    window = weights.window(jax.devices()[0])
+    assert counting.reads == dict.fromkeys(weights.units, 1)
+    assert len(weights.experts) == len(weights.units)
+    window.close()
+
+
 def test_files_are_found_again(tmp_path, float64):
     """Files of the same model are not written twice; those that somebody changed are."""
     placement = placed("files", tmp_path)
@@ -130,12 +175,17 @@ def test_files_are_found_again(tmp_path, float64):
 
 
 @pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
-def test_damaged_files_are_named_and_end_the_engine(damage, tmp_path, float64):
-    engine = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placed("files", tmp_path, 1))
-    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
-    want = engines.serve(engine, serve)
+@pytest.mark.parametrize("way", ["roomy", "tight, swap"])
+def test_a_failed_read_ends_the_requests_of_its_step(damage, way, tmp_path, float64):
+    """By name; the engine goes on, and says what it said before when the file is there again."""
+    config = dataclasses.replace(engines.ENGINES[way], max_sequences=2)
+    engine = engines.build(config, "llama", "float64", placement=placed("files", tmp_path, 2))
+    prompts = [list(range(1, 14)), [5, 6, 7], [8, 9, 1, 2]]
+    serve = [{"prompt": prompt, "params": GREEDY} for prompt in prompts]
+    want = [request.sequences[0].tokens for request in engines.serve(engine, serve)]
     file = sorted(tmp_path.glob("*/layer-*.bin"))[1]
     good, stat = file.read_bytes(), file.stat()
+    wait([future for _, future in runner_of(engine).window._ahead])  # no thread reads while the file changes
     if damage == "removed":
         file.unlink()
     elif damage == "changed":
@@ -146,19 +196,84 @@ def test_damaged_files_are_named_and_end_the_engine(damage, tmp_path, float64):
         file.write_bytes(flipped)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         runner_of(engine).window.stores[runner_of(engine).window.units[1]]._checked.clear()  # type: ignore[attr-defined]
+    runner_of(engine).window.restart()  # the first step fails, and not one after it
     said = {"changed": "was changed", "bits": "checksum differs", "removed": "cannot be read"}[damage]
-    request = engine.submit([5, 6, 7], GREEDY)
-    with pytest.raises(WeightsUnavailableError, match=rf"{file.name}.*{said}"):
-        run_steps(engine, 20)
-    engine.cancel(request)
+    # Of another salt, so that pages of the first time are not found.
+    requests, ended = [engine.submit(prompt, GREEDY, salt="new") for prompt in prompts], []
+    while not ended:
+        ended = [delta for delta in engine.step() if delta.finish is not None]
+    assert {delta.finish for delta in ended} == {"error"}
+    failed = [n for n, request in enumerate(requests) if request.failure is not None]
+    assert failed == ([0, 1] if way == "roomy" else [0])  # where the first prompt fills the step
+    for n in failed:
+        assert isinstance(requests[n].failure, StepFailedError)
+        assert re.search(rf"{file.name} \(layer 1\).*{said}", str(requests[n].failure))
     file.write_bytes(good)
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    # Its books say that the step was computed; pages of it may be in the prefix cache.
-    engine.submit([5, 6, 7], GREEDY)
-    with pytest.raises(WeightsUnavailableError, match="broken off"):
+    # Others waited meanwhile. Nothing of the step is found in the prefix cache.
+    again = [engine.submit(prompt, GREEDY, salt="new") for prompt in prompts]
+    while engine.busy:
         engine.step()
-    engine = engines.build(engines.ENGINES["roomy"], "llama", "float64", placement=placed("files", tmp_path, 1))
-    assert [r.sequences[0].tokens for r in engines.serve(engine, serve)] == [r.sequences[0].tokens for r in want]
+    assert runner_of(engine).counters()["layer_read_failures"] >= 2  # ahead, and when it was needed
+    assert [request.sequences[0].tokens for request in again] == want
+    for n in set(range(3)).difference(failed):
+        assert (requests[n].failure, requests[n].sequences[0].tokens) == (None, want[n])
+    assert runner_of(engine).window.counts.most <= 2
+
+
+def test_requests_fail_while_the_engine_decodes_and_others_go_on(tmp_path, float64):
+    """A read fails in a later step, with a step in flight: its sequences end, a queued one is served."""
+    config = dataclasses.replace(engines.ENGINES["roomy"], max_sequences=1)
+    engine = engines.build(config, "llama", "float64", placement=placed("host", tmp_path, 1))
+    window = runner_of(engine).window
+    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
+    want = engines.serve(engine, serve)[0].sequences[0].tokens
+    failing, waiting = (engine.submit([5, 6, 7], GREEDY) for _ in range(2))
+    run_steps(engine, 4)
+    store = window.stores[window.units[-1]]
+    window.stores = {**window.stores, window.units[-1]: FullDevice()}  # type: ignore[dict-item]
+    while failing.sequences[0].finish is None:
+        engine.step()
+    assert failing.sequences[0].finish == "error"
+    assert "no room for it" in str(failing.failure)
+    assert str(window.units[-1].first) in str(failing.failure)
+    assert failing.sequences[0].tokens == want[: len(failing.sequences[0].tokens)]
+    window.stores = {**window.stores, window.units[-1]: store}
+    while engine.busy:
+        engine.step()
+    assert waiting.failure is None
+    assert waiting.sequences[0].tokens == want
+
+
+def test_a_read_that_failed_ahead_of_its_use_is_tried_again(tmp_path):
+    """The first layer of the next step is read when a step ends, which may be long before that step."""
+    engine = engines.build(engines.ENGINES["roomy"], placement=placed("host", tmp_path, 1))
+    window = runner_of(engine).window
+    serve = [{"prompt": [5, 6, 7], "params": GREEDY}]
+    want = engines.serve(engine, serve)[0].sequences[0].tokens
+    first = window.units[0]
+    store = window.stores[first]
+    window.stores = {**window.stores, first: FullDevice()}  # type: ignore[dict-item]
+    window.restart()
+    wait([future for _, future in window._ahead])
+    window.stores = {**window.stores, first: store}
+    again = engines.serve(engine, serve)[0]
+    assert (again.failure, again.sequences[0].tokens) == (None, want)
+    assert window.counts.failures == 1
+
+
+def test_a_step_broken_off_by_anything_else_ends_the_engine(tmp_path, monkeypatch):
+    engine = engines.build(engines.ENGINES["roomy"], placement=placed("host", tmp_path))
+    runner = runner_of(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.window, "take", raise_interrupt)
+        request = engine.submit([5, 6, 7], GREEDY)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.cancel(request)
+    engine.submit([5, 6, 7], GREEDY)
+    with pytest.raises(RuntimeError, match="broken off"):
+        engine.step()
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):
@@ -183,6 +298,21 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     engine = engines.build(small, placement=placed("host", tmp_path))
     with pytest.raises(ValueError, match="cannot be replaced"):
         engine.swap(engines.params_of("llama", "float32"))
+
+
+def test_tiers_are_spread_over_the_model_within_their_bytes():
+    assert spread("abcdefg", 3) == (list("ceg"), list("abdf"))
+    assert spread("ab", 5) == (["a", "b"], [])
+    assert spread("ab", 0) == ([], ["a", "b"])
+    # A first layer that is larger than the others, as of a mixture after a dense one.
+    sizes = [5, 2, 2, 2, 2]
+    for device, want in ((0, 0), (2, 1), (4, 2), (5, 2), (6, 3), (8, 4), (13, 5)):
+        placement = OffloadBudget(device=device, host=4, disk=Path("d")).placement(sizes)
+        assert placement.device_units == want
+        on_device, others = spread(sizes, want)
+        assert sum(on_device) <= device
+        assert placement.host_units is not None
+        assert sum(spread(others, placement.host_units)[0]) <= 4
 
 
 def test_counts_say_where_layers_came_from(tmp_path):

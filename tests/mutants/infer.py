@@ -248,4 +248,25 @@ MUTANTS = [
         "unreduced=there.unreduced",
         ("tests/infer/test_adapted_weight.py",),
     ),
+    Mutant(
+        "pages_of_a_failed_step_are_found_again",
+        "jaxllm/infer/engine/engine.py",
+        "            out += self._process_result(self._in_flight.popleft())\n        self.scheduler.restart()\n",
+        "            out += self._process_result(self._in_flight.popleft())\n",
+        ("tests/infer/test_streaming.py::test_a_failed_read_ends_the_requests_of_its_step",),
+    ),
+    Mutant(
+        "a_read_that_failed_ahead_is_not_tried_again",
+        "jaxllm/infer/streaming/layer_window.py",
+        "        except WeightsUnavailableError:  # that may have been long ago, before the server had nothing to do\n",
+        "        except KeyError:\n",
+        ("tests/infer/test_streaming.py::test_a_read_that_failed_ahead_of_its_use_is_tried_again",),
+    ),
+    Mutant(
+        "whole_layers_exceed_the_host",
+        "jaxllm/infer/streaming/placement_fit.py",
+        'ways += [way] if way.bytes["host"] <= host else []',
+        "ways += [way]",
+        ("tests/infer/test_placement_fit.py::test_whole_layers_keep_to_the_hosts_limit",),
+    ),
 ]

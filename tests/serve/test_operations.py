@@ -19,6 +19,7 @@ import pytest
 from jaxllm.infer import Engine
 from jaxllm.infer.engine.policies import Priority
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.serve import Backend, ServeConfig, Server
 from tests.infer.engines import check_books
 from tests.serve import servers
@@ -43,6 +44,27 @@ def fake(seconds: float = 0.01, sequences: int = 4, **fields: Any) -> Iterator[t
 
 def text(tokens: int, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": "a", "max_tokens": tokens, **fields}
+
+
+def test_a_step_that_fails_is_answered_and_the_server_goes_on(monkeypatch):
+    """Such as a layer that cannot be read: status 503 says which; the next request gets what it got before."""
+    engine = servers.tiny_engine()
+
+    def fails(*_: Any) -> Any:
+        raise StepFailedError("layer 3 cannot be read")
+
+    with servers.running(servers.tiny_backend) as (_, url), httpx.Client(base_url=url, timeout=60) as client:
+        asked = text(6, ignore_eos=True, temperature=0)
+        want = client.post("/v1/completions", json=asked).json()["choices"]
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner, "run", fails)
+            for n in (1, 2):
+                answer = client.post("/v1/completions", json=asked | {"n": n, "best_of": 2})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (503, "weights_unavailable")
+                assert error["message"] == "layer 3 cannot be read"
+        assert client.post("/v1/completions", json=asked).json()["choices"] == want
+    check_books(engine)
 
 
 def test_the_highest_priority_goes_first(monkeypatch):

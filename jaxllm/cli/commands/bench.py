@@ -36,6 +36,9 @@ def bench_model(argv: list[str]) -> int:
         speculate_tokens: int | None = None,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
+        weights: str = "plain",
+        tiers: Path | None = None,
+        tiers_disk: Path | None = None,
     ) -> int:
         """Measures greedy decoding of random prompts; prints the fastest of several rounds per batch size.
 
@@ -63,6 +66,12 @@ def bench_model(argv: list[str]) -> int:
                 the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
                 recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers; or
                 locret:HEADS.safetensors[,BUDGET], so many by trained heads (docs/serve/kv_cache.md).
+            weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
+                mxfp4: matrices are rounded to that format after loading.
+            tiers: measure instead how fast layers compute at these batch sizes, and come from host memory and from
+                files, and write that to a file, for `--offload fit,rates=FILE` (docs/serve/offload.md). The model need
+                not fit.
+            tiers_disk: with --tiers: directory on the disk to measure; by default that of temporary files.
         """
         check_speculation(speculate, speculate_tokens)
         check_kv_cache(kv_format, kv_keep)
@@ -71,7 +80,13 @@ def bench_model(argv: list[str]) -> int:
 
         if min((*batches, prompt, rounds)) < 1 or tokens < 2:
             raise UsageError("give --batches, --prompt and --rounds of 1 or more, and --tokens of 2 or more.")
-        loaded, bandwidth = load_with_progress(model, dtype, layers), memory_bandwidth()
+        if tiers is not None:
+            from jaxllm.cli.tier_options import bench_tiers
+
+            return bench_tiers(model, tiers, dtype, weights, batches, prompt, tiers_disk)
+        if tiers_disk is not None:
+            raise UsageError("--tiers-disk is for --tiers.")
+        loaded, bandwidth = load_with_progress(model, dtype, layers, weights=weights), memory_bandwidth()
         print(f"{model}, prompts of {prompt} tokens, {tokens} generated; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:
             measured = DecodeBenchmark(

@@ -112,7 +112,7 @@ def generate(argv: list[str]) -> int:
             offload: serve a model that the device has no room for: layers come to it while they compute, from the host
                 or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
                 layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
-                for files of the rest (docs/serve/offload.md).
+                for files of the rest; or fit,device=20GiB,...: a placement is solved (docs/serve/offload.md).
         """
         check_speculation(speculate, speculate_tokens)
         check_kv_cache(kv_format, kv_keep)
@@ -146,8 +146,9 @@ def generate(argv: list[str]) -> int:
 
             def load() -> LLM:
                 found = load_with_progress(
-                    model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload
-                )
+                    model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
+                    sequences=max_sequences,
+                )  # fmt: skip
                 return LLM(found, sizes, policy=POLICIES[policy])
 
             return generate_batch(batch, out, name or Path(model).name, load)

@@ -162,7 +162,7 @@ def serve(argv: list[str]) -> int:
             offload: serve a model that the device has no room for: layers come to it while they compute, from the host
                 or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
                 layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
-                for files of the rest (docs/serve/offload.md).
+                for files of the rest; or fit,device=20GiB,...: a placement is solved (docs/serve/offload.md).
             finetune: recipe of `jaxllm train`, or a run's directory, with an adapter of MODEL: it is trained in what
                 decoding and prefill leave of each step (docs/serve/finetune.md).
             finetune_set: with --finetune: settings of the run as NAME=VALUE, such as adapter.kind=lora.
@@ -236,7 +236,15 @@ def serve(argv: list[str]) -> int:
 
             form = "stacked" if layers == "auto" else layers
             loaded = load_with_progress(
-                model, dtype, form, mesh, weights, generation_config, offload=offload, progress=start
+                model,
+                dtype,
+                form,
+                mesh,
+                weights,
+                generation_config,
+                offload=offload,
+                sequences=max_sequences,
+                progress=start,
             )
             beside, reserved = None, 0
             if tuned is not None:

@@ -32,7 +32,6 @@ import jax
 import numpy as np
 
 from jaxllm.compiler.device_peaks import peak_of
-from jaxllm.files import digest
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
@@ -51,11 +50,11 @@ from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
-from jaxllm.infer.page_store import PageStore, weights_digest
+from jaxllm.infer.page_tiers import PageTiers
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
-from jaxllm.infer.runner.runner_protocol import Runner
+from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.side_work import SideWork, StepRoom
@@ -64,14 +63,13 @@ from jaxllm.infer.speculate.draft_model import ServedModel
 from jaxllm.infer.speculate.head_draft import HeadProposer
 from jaxllm.infer.speculate.proposer_table import configured, make_proposer
 from jaxllm.infer.start_progress import Listener
-from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner, check_streamed
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
 from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
-from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.retention import by_scores
 
 
@@ -133,12 +131,12 @@ class Engine:
         self.adapter_slots = self._slots_of_adapters()
         windows = [spec.groups[group].window for group in spec.tables]
         rules = [rule for group in spec.groups for rule in group.rules]
-        self.page_store = self._tiers()
+        self.page_tiers = PageTiers(runner, config)
         self.channel_order: ChannelOrder | None = None
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
             self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
-            self.page_store, spec.tables,
+            self.page_tiers.store, spec.tables,
         )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
@@ -223,7 +221,7 @@ class Engine:
         streamed: StreamedWeights | None = None
         if isinstance(params, StreamedWeights):
             streamed, params = params, params.ends
-        _check_streamed(config, streamed)
+        check_streamed(config, None if streamed is None else streamed.placement)
         order = ChannelOrder(model, params) if config.orders_channels else None
         if order is not None:
             model, params = order.model, order.fold(params)
@@ -435,14 +433,20 @@ class Engine:
             return
         slots.collect()
         for sequence in [*self.scheduler.waiting, *self.scheduler.forks]:
-            revision, request = sequence.request.adapter, self._selector.owner(sequence.request)
+            revision = sequence.request.adapter
             if revision is None or (why := slots.failure(revision)) is None:
                 continue
-            request.failure = f"the adapter {revision.name!r} cannot be loaded: {why}"
-            self._selector.forget(request)
-            for one in request.sequences:
-                if one.finish is None:
-                    self._cancelled.append(self._finish_sequence(one, "error", (), ""))
+            failure = AdapterError(f"the adapter {revision.name!r} cannot be loaded: {why}")
+            self._cancelled += self._fail(sequence.request, failure)
+
+    def _fail(self, request: Request, failure: Exception) -> list[OutputDelta]:
+        """Ends all completions of a request, or of the one that it is a part of, with "error"."""
+        request = self._selector.owner(request)
+        self._selector.forget(request)
+        running = [sequence for sequence in request.sequences if sequence.finish is None]
+        if running:
+            request.failure = failure
+        return [self._finish_sequence(sequence, "error", (), "") for sequence in running]
 
     # Control
 
@@ -479,12 +483,7 @@ class Engine:
 
     def keep_pages(self) -> None:
         """Writes the prefix cache, and the pages in host memory, to the disk tier, where there is one."""
-        if self.page_store is None or self.config.kv_disk is None:
-            return
-        for replica, prefix_cache in enumerate(self.scheduler.prefix_caches):
-            # Pages that are yet to be copied from the store are in it, and not read here.
-            self._spill(replica, prefix_cache.registered())
-        self.page_store.flush()
+        self.page_tiers.keep(self.scheduler.prefix_caches)
 
     def wait_for_programs(self) -> None:
         """Waits until all programs are compiled, those of the background too; for measurements.
@@ -532,8 +531,7 @@ class Engine:
         if params is None:
             return
         self.runner.swap(params if self.channel_order is None else self.channel_order.fold(params))
-        if self.page_store is not None:
-            self.page_store.restart(self._identity_of_pages())
+        self.page_tiers.restart()
         if isinstance(self.proposer, BatchProposer):
             self.proposer.swap(self.runner.params)
         while self._in_flight:
@@ -549,15 +547,19 @@ class Engine:
             raise RuntimeError("the engine is paused: call resume() first.")
         plans = [] if self.paused or self.scheduler.idle else self.scheduler.plans()
         for replica, plan in enumerate(plans):
-            self._swap_pages(replica, plan)
+            self.page_tiers.transfer(replica, plan)
+            self._seat(replica, plan)
         started = 0
         if self.side_work is not None and self.scheduler.idle and not (out or self._in_flight or self.paused):
             self.side_work.run_alone()
         if any(plan.chunks for plan in plans):
             if not self._in_flight:
                 self._last_result_time = self.scheduler.policy_state.clock()
-            self._in_flight.append(self._start_step(plans))
-            started = 1
+            try:
+                self._in_flight.append(self._start_step(plans))
+                started = 1
+            except StepFailedError as error:
+                out += self._fail_step(plans, error)
         if len(self._in_flight) > started:
             out += self._process_result(self._in_flight.popleft())
         elif not (plans or self.paused or out or self.scheduler.idle or self._waits_for_adapter()):
@@ -574,60 +576,11 @@ class Engine:
         """Waits a moment for an adapter that is being read; False if none is."""
         return self.adapter_slots is not None and self.adapter_slots.wait(0.05)
 
-    def _swap_pages(self, replica: int, plan: StepPlan) -> None:
-        """Copies the KV cache of preempted sequences to the host and back, and writes the slots of admitted ones."""
-        runner = self.runner
-        self._spill(replica, plan.spills)
-        for group in {group for group, _, _ in plan.restores}:
-            some = [(page, content) for g, page, content in plan.restores if g == group]
-            contents = (np.concatenate(x, axis=1) for x in zip(*(c.values() for _, c in some), strict=True))
-            held = Slots(**dict(zip(some[0][1], contents, strict=True)))
-            runner.write(replica, group, [page for page, _ in some], held)
-        for sequence, held in plan.swap_out:
-            sequence.swapped = [
-                (columns, runner.read(replica, group, pages))
-                for group, (columns, pages) in zip(runner.spec.tables, held, strict=True)
-            ]
-        for sequence, held in plan.swap_in:
-            assert sequence.swapped is not None
-            for group, (_, pages), (_, content) in zip(runner.spec.tables, held, sequence.swapped, strict=True):
-                runner.write(replica, group, pages, content)
-            sequence.swapped = None
+    def _seat(self, replica: int, plan: StepPlan) -> None:
+        """Writes the logits-processor state of admitted sequences into their slots."""
         for sequence in plan.admitted:
             if sequence.request.params.changes_logits:
-                runner.seat(replica, step_inputs.slot_row(sequence, runner.spec.vocab))
-
-    def _spill(self, replica: int, spills: list[tuple[int, int, bytes]]) -> None:
-        """Copies pages of a replica from the device to the page store: (layer group, page, hash)."""
-        if (store := self.page_store) is None:
-            return
-        for group in {group for group, _, _ in spills}:
-            some = [(page, name) for g, page, name in spills if g == group and (name, group) not in store]
-            found = self.runner.read(replica, group, [page for page, _ in some]) if some else Slots(None)
-            for place, (_, name) in enumerate(some):
-                arrays = {n: x[:, place : place + 1].copy() for n, x in found._asdict().items() if x is not None}
-                store.put((name, group), arrays)
-
-    def _tiers(self) -> PageStore | None:
-        """Tiers of the KV cache behind the device, as the configuration says."""
-        config = self.config
-        if not config.has_tiers:
-            return None
-        if isinstance(self.runner, MultihostRunner):
-            raise ValueError("engine: kv_host_gib and kv_disk are for the devices of one process; leave them out.")
-        disk = None if config.kv_disk is None else Path(config.kv_disk)
-        sizes = (int(gib * 2**30) for gib in (config.kv_host_gib, config.kv_disk_gib))
-        host_bytes, disk_bytes = sizes
-        return PageStore(host_bytes, disk, disk_bytes, self._identity_of_pages())
-
-    def _identity_of_pages(self) -> str:
-        """Digest of what pages on a disk depend on besides tokens and salts: model, weights, sizes of pages."""
-        if self.config.kv_disk is None:
-            return ""
-        spec, model = self.runner.spec, self.runner.model
-        shapes = [[str(x.dtype), x.shape[0], *x.shape[2:]] for x in jax.tree.leaves(self.runner.pools)]
-        architecture = [] if model is None else [str(model.config)]
-        return digest([*architecture, weights_digest(jax.tree.leaves(self.runner.params)), spec.page_size, shapes])[:32]
+                self.runner.seat(replica, step_inputs.slot_row(sequence, self.runner.spec.vocab))
 
     def _start_step(self, plans: list[StepPlan]) -> _StepInFlight:
         """Packs the inputs of all replicas and starts the step on the device."""
@@ -646,6 +599,19 @@ class Engine:
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
         result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
         return _StepInFlight(plans, shape, result, room, beside)
+
+    def _fail_step(self, plans: list[StepPlan], error: StepFailedError) -> list[OutputDelta]:
+        """Ends the requests of a step that could not be computed; the KV cache of the others is computed again.
+
+        The first layers have keys and values of the step, the others have not, so no page is to be found again.
+        """
+        out: list[OutputDelta] = []
+        for chunk in [chunk for plan in plans for chunk in plan.chunks]:
+            out += self._fail(chunk.sequence.request, error)
+        while self._in_flight:
+            out += self._process_result(self._in_flight.popleft())
+        self.scheduler.restart()
+        return out
 
     def _process_result(self, step: _StepInFlight) -> list[OutputDelta]:
         """Waits for a step's result, adds its tokens to their sequences, and returns the output."""
@@ -754,26 +720,3 @@ class Engine:
                 self.metrics.dropped_entries += heads * (sequence.computed - kept)
         self.scheduler.finish(sequence)
         return output_delta(sequence, tokens, text, finish)
-
-
-def _check_streamed(config: EngineConfig, weights: StreamedWeights | None) -> None:
-    """Checks what goes with streamed weights.
-
-    Raises:
-        ValueError: names what does not.
-    """
-    window = 0 if weights is None else weights.placement.window
-    if config.layer_window != window:
-        raise ValueError(
-            f"engine: layer_window = {config.layer_window}, and the weights are placed with a window of {window}; give "
-            "both the same number (0: all weights are on the device)."
-        )
-    if not window:
-        return
-    if config.orders_channels:
-        raise ValueError(f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4.")
-    if (config.speculate or "").partition(":")[0] == "self":
-        raise ValueError(
-            f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
-            "draft:MODEL or ngram."
-        )

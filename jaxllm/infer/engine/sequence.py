@@ -35,7 +35,8 @@ class Request:
         service: service level, for scheduling policies.
         client_salt: the part of ``salt`` that the client asked for.
         adapter: LoRA adapter that its sequences use, in the revision that was the newest when it came; None: the base.
-        failure: why its sequences ended with "error", if they did.
+        failure: why its sequences ended with "error": ``AdapterError``, ``StepFailedError``; None: they did not, or by
+            a grammar.
         virtual_tokens: number of places at the start of the prompt that the model's virtual tokens take.
         cached_tokens: tokens of the prompt that were found in the prefix cache when it was first scheduled.
     """
@@ -55,7 +56,7 @@ class Request:
     service: Service = field(default_factory=Service)
     client_salt: str = ""
     adapter: AdapterRevision | None = None
-    failure: str = ""
+    failure: Exception | None = None
     virtual_tokens: int = 0
     cached_tokens: int = 0
 

@@ -18,8 +18,8 @@ class OutputDelta:
             comes first.
         logprobs: log-probabilities of the tokens, if requested.
         top: top tokens at each position and their log-probabilities, if requested.
-        finish: "stop", "length", "cancelled", "error" (its grammar exceeded its work limit, or its adapter
-            cannot be read, see ``Request.failure``); None while it runs.
+        finish: "stop", "length", "cancelled", "error" (its grammar exceeded its work limit, or its adapter or the
+            weights cannot be read, see ``Request.failure``); None while it runs.
         stop: stop string that ended the completion; None where none did.
     """
 

@@ -19,6 +19,13 @@ from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.models import Functional
 
 
+class StepFailedError(RuntimeError):
+    """A step could not be computed, and the next one may be: the KV cache is not to be used again, its content is lost.
+
+    The cause is chained.
+    """
+
+
 @dataclass(frozen=True)
 class RunnerSpec:
     """Sizes of a runner's batch and KV cache, all settled.

@@ -108,16 +108,34 @@ class LoadedLayers:
 class WithoutExperts:
     """A store's units without the matrices of experts, which have slots of their own.
 
+    Args:
+        store: the store.
+        units: units that are read now, each once: the rest of them stays in the host's memory until ``release``.
+
     Attributes:
         tier: that of the store.
+        experts: the experts of those units, [E, ...] arrays on the host, by unit and block.
     """
 
-    def __init__(self, store: LayerStore):
+    def __init__(self, store: LayerStore, units: Sequence[Unit] = ()):
         self.store, self.tier = store, store.tier
+        self.experts: dict[tuple[Unit, str], Any] = {}
+        self._rest: dict[Unit, Any] = {}
+        for unit in units:
+            rest, found = split_experts(store.read(unit, jax.devices("cpu")[0]))
+            self._rest[unit] = jax.tree.map(np.asarray, rest)
+            self.experts |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
 
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
+        if (rest := self._rest.get(unit)) is not None:
+            # A copy: the window deletes what it has used.
+            return jax.tree.map(lambda x: jax.device_put(np.array(x), device), rest)
         return jax.device_put(split_experts(self.store.read(unit, jax.devices("cpu")[0]))[0], device)
+
+    def release(self) -> None:
+        """Frees the rest of the units, which are in their places now; they are read again if anyone asks."""
+        self._rest.clear()
 
 
 def split_experts(unit: Any) -> tuple[Any, dict[str, Any]]:

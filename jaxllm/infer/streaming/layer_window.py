@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.infer.streaming.layer_store import LayerStore, Unit
+from jaxllm.infer.streaming.layer_store import LayerStore, Unit, WeightsUnavailableError
 
 
 @dataclass
@@ -31,6 +31,7 @@ class StreamCounts:
         read_bytes: their bytes, by tier.
         stalls: uses that had to wait for the unit.
         stalled_seconds: how long they waited.
+        failures: reads that failed; one that failed ahead of its use is tried again.
         most: most streamed units that were on the device at a time.
     """
 
@@ -39,13 +40,15 @@ class StreamCounts:
     read_bytes: dict[str, int] = field(default_factory=lambda: collections.defaultdict(int))
     stalls: int = 0
     stalled_seconds: float = 0.0
+    failures: int = 0
     most: int = 0
 
 
 class LayerWindow:
     """Units on the device: some for good, the others by turns, at most ``size`` of them at a time.
 
-    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model.
+    ``take`` and ``give_back`` are called by one thread, unit by unit, in the order of the model; after ``restart`` from
+    its beginning.
 
     Args:
         units: units of the model, in the order in which they compute.
@@ -53,7 +56,7 @@ class LayerWindow:
         device: the device.
         size: streamed units that are on the device at a time, the one that computes among them: with 1, reading and
             computing take turns.
-        resident: first units, which stay on the device.
+        resident: units that stay on the device.
         loaders: threads that read.
     """
 
@@ -64,18 +67,15 @@ class LayerWindow:
         device: jax.Device,
         size: int,
         *,
-        resident: int = 0,
+        resident: Sequence[Unit] = (),
         loaders: int = 2,
     ):
-        if size < 1 or loaders < 1 or not 0 <= resident <= len(units):
-            raise ValueError(
-                f"a window of {size} units, {resident} of {len(units)} resident and {loaders} loaders: give a window "
-                "and loaders of 1 or more, and no more resident units than there are."
-            )
+        if size < 1 or loaders < 1:
+            raise ValueError(f"a window of {size} units and {loaders} loaders: give 1 or more of each.")
         self.units, self.device, self.stores = units, device, stores
         self.counts = StreamCounts()
-        self._held = {unit: stores[unit].read(unit, device) for unit in units[:resident]}
-        self._streamed = list(units[resident:])
+        self._held = {unit: stores[unit].read(unit, device) for unit in resident}
+        self._streamed = [unit for unit in units if unit not in self._held]
         self.size = min(size, len(self._streamed))
         self._pool = ThreadPoolExecutor(loaders, "layers")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
@@ -97,7 +97,7 @@ class LayerWindow:
         """Weights of a unit; waits until they are there.
 
         Raises:
-            WeightsUnavailableError: they cannot be read.
+            WeightsUnavailableError: they cannot be read, now either if they were read ahead in vain.
         """
         self.counts.units += 1
         if unit in self._held:
@@ -106,7 +106,11 @@ class LayerWindow:
         future = self._ahead[0][1]
         begin = time.perf_counter()
         late = not future.done()
-        weights = future.result()
+        try:
+            weights = future.result()
+        except WeightsUnavailableError:  # that may have been long ago, before the server had nothing to do
+            self._ahead[0] = unit, self._pool.submit(self._replace, unit, None, None)
+            weights, late = self._ahead[0][1].result(), True
         if late:
             self.counts.stalls += 1
             self.counts.stalled_seconds += time.perf_counter() - begin
@@ -119,6 +123,14 @@ class LayerWindow:
         taken, future = self._ahead.popleft()
         assert taken == unit, (taken, unit)
         self._read_ahead(future.result(), result)
+
+    def restart(self) -> None:
+        """Begins again at the first unit, when a pass was broken off; what was read ahead is freed."""
+        old = [future for _, future in self._ahead]
+        self._ahead.clear()
+        self._next = 0
+        for future in old:
+            self._read_ahead(None if future.exception() is not None else future.result(), None)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -143,9 +155,15 @@ class LayerWindow:
         store = self.stores[unit]
         try:
             weights = jax.block_until_ready(store.read(unit, self.device))
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._on_device -= 1
+                self.counts.failures += 1
+            if isinstance(error, jax.errors.JaxRuntimeError):  # such as RESOURCE_EXHAUSTED
+                raise WeightsUnavailableError(
+                    f"layer {unit.first} cannot be copied from the {store.tier} tier to {self.device}: {error}. If its "
+                    "memory is full, give a smaller window, fewer resident layers or a smaller KV cache."
+                ) from error
             raise
         with self._lock:
             self.counts.reads[store.tier] += 1

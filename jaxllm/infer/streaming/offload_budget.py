@@ -1,7 +1,7 @@
 """Offload budget: how many bytes of a model's layers the device and the host may hold, as a user gives it.
 
-``window=2,device=4GiB,host=8GiB,disk=DIR``: all parts may be left out. Layers fill the device first, then the host; the
-others are read from files.
+``window=2,device=4GiB,host=8GiB,disk=DIR``: all parts may be left out. As many layers as fit stay on the device, as
+many of the others on the host, each spread evenly over the model; the rest is read from files.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.infer.streaming.expert_slots import Eviction
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
-_UNITS = {"": 2**30, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
+_UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,12 @@ class OffloadBudget:
     evict: Eviction = "lru"
 
     @classmethod
-    def parse(cls, text: str) -> OffloadBudget:
+    def parse(cls, text: str, *, limits: bool = False) -> OffloadBudget:
         """Reads a budget.
+
+        Args:
+            text: its parts.
+            limits: the bytes are limits of a placement that is to be solved, so that ``host`` needs no disk.
 
         Raises:
             ValueError: names the part that is not legal.
@@ -55,7 +59,7 @@ class OffloadBudget:
                 raise ValueError(f"{name} is given twice in {text!r}.")
             if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
                 found[name] = int(value)
-            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B)?", value, re.I)):
+            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
             elif name == "evict" and value in ("lru", "score"):
                 found[name] = value
@@ -63,11 +67,19 @@ class OffloadBudget:
                 found[name] = Path(value)
             else:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
-        if "host" in found and "disk" not in found:
+        if "host" in found and "disk" not in found and not limits:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
         if "disk" in found:
             found.setdefault("host", 0)
         return cls(**found)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """The text that ``parse`` reads."""
+        parts = [f"window={self.window}", f"device={self.device}B"]
+        parts += [] if self.host is None else [f"host={self.host}B"]
+        parts += [] if self.disk is None else [f"disk={self.disk}"]
+        parts.append(f"loaders={self.loaders}")
+        return ",".join(parts + ([f"experts={self.experts}", f"evict={self.evict}"] if self.experts else []))
 
     def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:
         """Places units of these sizes, in order.
@@ -75,18 +87,14 @@ class OffloadBudget:
         Args:
             unit_bytes: bytes of each unit of the model, without experts where these have slots.
         """
-        on_device = _filled(unit_bytes, self.device)
-        on_host = None if self.host is None else _filled(unit_bytes[on_device:], self.host)
+        on_device = _most(unit_bytes, self.device)
+        others = spread(unit_bytes, on_device)[1]
+        on_host = None if self.host is None else _most(others, self.host)
         return WeightPlacement(
             self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict
         )
 
 
-def _filled(sizes: Sequence[int], room: int) -> int:
-    """Number of the first of some sizes that fit together."""
-    total = 0
-    for count, size in enumerate(sizes):
-        total += size
-        if total > room:
-            return count
-    return len(sizes)
+def _most(sizes: Sequence[int], room: int) -> int:
+    """Most of some sizes, spread evenly over them, that fit together."""
+    return next(count for count in range(len(sizes), -1, -1) if sum(spread(sizes, count)[0]) <= room)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.hub import find_model
+from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.placement_fit import ModelBytes
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.models import Functional
 
 
 def open_streamed(
     name: Path | str,
-    budget: OffloadBudget,
+    budget: OffloadBudget | Callable[[ModelBytes], OffloadBudget],
     *,
     dtype: str | None = None,
     weights: str = "plain",
@@ -29,7 +33,7 @@ def open_streamed(
 
     Args:
         name, dtype, weights: see ``load_model``. A run is loaded whole first.
-        budget: how many bytes of its layers may be where.
+        budget: how many bytes of its layers may be where; or what chooses that, of the model's bytes.
         progress: called with "layers", how many are in their places, and of how many.
 
     Raises:
@@ -46,12 +50,31 @@ def open_streamed(
         loaded, layers = open_layers(path, dtype=dtype, weights=weights)
         ends = loaded.params
     units = units_of(loaded.model.config.segments)
-    placed = WithoutExperts(layers) if budget.experts else layers
+    placed = WithoutExperts(layers) if isinstance(budget, OffloadBudget) and budget.experts else layers
     sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
-    placement = budget.placement([sizes[unit.segment] for unit in units])
+    unit_bytes = [sizes[unit.segment] for unit in units]
+    if not isinstance(budget, OffloadBudget):
+        budget = budget(model_bytes(loaded.model, unit_bytes, ends))
+    placement = budget.placement(unit_bytes)
     key = [str(path.resolve()), _changed(path), str(dtype), weights, str(loaded.step)]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
+
+
+def model_bytes(model: Functional, unit_bytes: Sequence[int], ends: Any) -> ModelBytes:
+    """Bytes of a model with units of these sizes, and with these parameters outside of blocks."""
+    config = model.config
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract()["segments"])
+    of_experts = sum(x.size for path, x in leaves if "'experts'" in jax.tree_util.keystr(path))
+    routed = [moe.top_k / moe.experts for moe in config.mixtures.values()]
+    return ModelBytes(
+        tuple(unit_bytes),
+        sum(x.nbytes for x in jax.tree.leaves(ends)),
+        sum(group.token_bytes() for group in layer_groups(config)),
+        sum(x.size for _, x in leaves),
+        of_experts,
+        sum(routed) / len(routed) if routed else 1.0,
+    )
 
 
 def _bytes_of(layers: LayerStore, unit: Unit) -> int:

@@ -16,12 +16,13 @@ import numpy as np
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
+from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.streaming.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import Unit, WeightsUnavailableError
 from jaxllm.infer.streaming.streamed_step import StreamedStep
-from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import batch_dependent_formats
 
@@ -49,7 +50,7 @@ class StreamedRunner(ModelRunner):
     ):
         if (mesh := options.get("mesh")) is not None and mesh.size > 1:
             raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
-        self._units = weights.units
+        self.units = weights.units
         self._broken: BaseException | None = None
         device = jax.tree.leaves(params)[0].devices().pop()
         self.window = weights.window(device)
@@ -80,9 +81,11 @@ class StreamedRunner(ModelRunner):
     def _abstract_layers(self) -> dict[int, Any]:
         """Shapes of the weights of a unit of each segment, of which all units must be alike."""
         found: dict[int, Any] = {}
-        for unit in self._units:
+        for unit in self.units:
             if unit.segment not in found:
-                tree = self.window.stores[unit].read(unit, self.window.device)
+                tree = self.window.resident(unit)
+                if tree is None:
+                    tree = self.window.stores[unit].read(unit, self.window.device)
                 found[unit.segment] = jax.tree.map(
                     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
                 )
@@ -123,14 +126,19 @@ class StreamedRunner(ModelRunner):
         """Runs the layers as their weights arrive, and starts the end of the step; see ``ModelRunner``.
 
         Raises:
-            WeightsUnavailableError: a layer's weights cannot be read; or a step was broken off before.
+            StepFailedError: a layer's weights cannot be read. The next step reads them again.
+            RuntimeError: a step was broken off before by something else, such as Ctrl-C.
         """
         if self._broken is not None:
-            raise WeightsUnavailableError(
-                "a step was broken off, and some layers lack its keys and values: build the engine again."
+            raise RuntimeError(
+                "a step was broken off, and the KV cache may be lost: build the engine again."
             ) from self._broken
         try:
             return self._run(shape, packed, masks)
+        except WeightsUnavailableError as error:
+            # It was raised between two programs: the pools are those that the last one has returned.
+            self.window.restart()
+            raise StepFailedError(str(error)) from error
         except BaseException as error:
             self._broken = error
             raise
@@ -140,7 +148,7 @@ class StreamedRunner(ModelRunner):
         pools, batch, hidden, evicted = self.programs[f"{shape.name}-begin"](self._weights, self.pools, self.last, sent)
         self.pools = pools
         tokens = int(shape.inputs.views(packed[0])["starts"][-1])
-        for place, unit in enumerate(self._units):
+        for place, unit in enumerate(self.units):
             weights = self.window.take(unit)
             parts = self._parts(unit.segment, weights)
             for at, (part, own) in enumerate(parts):
@@ -179,9 +187,9 @@ class StreamedRunner(ModelRunner):
     def _following(self, place: int, rest: list[tuple[str | None, Any]]) -> tuple[Unit, str, Any] | None:
         """The next mixture layer, if its router's weights are on the device: in ``rest`` of a unit, or of the next."""
         assert self.experts is not None
-        nearby = [(self._units[place], rest)]
-        if place + 1 < len(self._units) and (held := self.window.resident(self._units[place + 1])) is not None:
-            nearby.append((self._units[place + 1], self._parts(self._units[place + 1].segment, held)))
+        nearby = [(self.units[place], rest)]
+        if place + 1 < len(self.units) and (held := self.window.resident(self.units[place + 1])) is not None:
+            nearby.append((self.units[place + 1], self._parts(self.units[place + 1].segment, held)))
         for unit, parts in nearby:
             for part, own in parts:
                 if part is not None and self.experts.has(unit.segment, part):
@@ -192,6 +200,7 @@ class StreamedRunner(ModelRunner):
         """Counters of reads, waits and expert slots since the start, by name."""
         seen = self.window.counts
         found = {"layer_stalls": seen.stalls, "layer_stalled_milliseconds": round(1e3 * seen.stalled_seconds)}
+        found["layer_read_failures"] = seen.failures
         for tier in sorted(seen.reads):
             found |= {f"layer_reads_{tier}": seen.reads[tier], f"layer_read_bytes_{tier}": seen.read_bytes[tier]}
         if self.experts is not None:
@@ -212,6 +221,33 @@ class StreamedRunner(ModelRunner):
     def close(self) -> None:
         """Ends the threads that read layers."""
         self.window.close()
+
+
+def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> None:
+    """Checks what goes with streamed weights.
+
+    Args:
+        config: sizes of the engine.
+        placement: of its weights; None: they are on the device.
+
+    Raises:
+        ValueError: names what does not.
+    """
+    window = 0 if placement is None else placement.window
+    if config.layer_window != window:
+        raise ValueError(
+            f"engine: layer_window = {config.layer_window}, and the weights are placed with a window of {window}; give "
+            "both the same number (0: all weights are on the device)."
+        )
+    if not window:
+        return
+    if config.orders_channels:
+        raise ValueError(f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4.")
+    if (config.speculate or "").partition(":")[0] == "self":
+        raise ValueError(
+            f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
+            "draft:MODEL or ngram."
+        )
 
 
 class _Group:

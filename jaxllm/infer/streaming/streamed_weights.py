@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.layer_store import (
@@ -21,11 +20,12 @@ from jaxllm.infer.streaming.layer_store import (
     LayerStore,
     Unit,
     WithoutExperts,
-    split_experts,
     units_of,
 )
 from jaxllm.infer.streaming.layer_window import LayerWindow
 from jaxllm.models import Functional
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class WeightPlacement:
 
     Attributes:
         window: streamed units that are on the device at a time, the one that computes among them.
-        device_units: first units, which stay on the device.
-        host_units: units after those that stay in the host's memory; None: all of them.
+        device_units: units that stay on the device, spread evenly over the model, so that the others are read while
+            they compute.
+        host_units: units of the others that stay in the host's memory, spread evenly too; None: all of them.
         disk: directory for files of the others.
         loaders: threads that read units.
         expert_slots: experts of each mixture layer that are on the device, all others on the host; the units are the
@@ -74,7 +75,7 @@ class StreamedWeights:
     Attributes:
         ends: parameters outside of blocks, on the device.
         units: units of the model, in order.
-        stores: where each unit is.
+        stores: where each unit is, or where those on the device come from.
         placement: how many of them are where.
         experts: with ``expert_slots``: the experts of each mixture, [E, ...] arrays on the host, by unit and block.
     """
@@ -112,47 +113,60 @@ class StreamedWeights:
         experts: dict[tuple[Unit, str], Any] = {}
         if placement.expert_slots:
             check_slots(model, placement)
-            host = jax.devices("cpu")[0]
-            for unit in units_of(model.config.segments):
-                _, found = split_experts(layers.read(unit, host))
-                experts |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
-            layers = WithoutExperts(layers)
-            key = [*key, "without experts"]
+            layers = WithoutExperts(layers, units_of(model.config.segments))
+            experts, key = layers.experts, [*key, "without experts"]
         units = units_of(model.config.segments)
-        first, last = placement.device_units, len(units)
-        if placement.host_units is not None:
-            last = min(last, first + placement.host_units)
+        on_device, others = spread(units, placement.device_units)
+        on_host, on_disk = (others, []) if placement.host_units is None else spread(others, placement.host_units)
 
         def tell(before: int) -> Callable[[int, int], None]:
             return lambda done, _: None if progress is None else progress(before + done, len(units))
 
-        stores: dict[Unit, LayerStore] = dict.fromkeys(units[:first], layers)
-        if some := units[first:last]:
-            stores |= dict.fromkeys(some, HostLayers(layers, some, tell(first)))
-        if some := units[last:]:
+        stores: dict[Unit, LayerStore] = dict.fromkeys(on_device, layers)
+        if on_host:
+            stores |= dict.fromkeys(on_host, HostLayers(layers, on_host, tell(len(on_device))))
+        if on_disk:
             assert placement.disk is not None
-            stores |= dict.fromkeys(some, LayerFiles.of(layers, some, placement.disk, list(key), tell(last)))
+            done = tell(len(on_device) + len(on_host))
+            stores |= dict.fromkeys(on_disk, LayerFiles.of(layers, on_disk, placement.disk, list(key), done))
         return cls(ends, units, stores, placement, experts)
+
+    @property
+    def resident(self) -> list[Unit]:
+        """Units that stay on the device."""
+        return spread(self.units, self.placement.device_units)[0]
 
     def window(self, device: jax.Device) -> LayerWindow:
         """The window of these weights on a device, whose threads begin to read at once."""
         place = self.placement
-        return LayerWindow(
+        window = LayerWindow(
             self.units, self.stores, device, place.window,
-            resident=min(place.device_units, len(self.units)), loaders=place.loaders,
+            resident=self.resident, loaders=place.loaders,
         )  # fmt: skip
+        for store in self.stores.values():
+            if isinstance(store, WithoutExperts):
+                store.release()
+        return window
 
     def __str__(self) -> str:
         """Numbers of layers by place."""
         where = Counter(self.stores[unit].tier for unit in self.units)
-        place = self.placement
-        resident = min(place.device_units, len(self.units))
+        place, resident = self.placement, len(self.resident)
         parts = [f"{resident} of {len(self.units)} on the device"] if resident else []
         parts += [f"{where['host']} on the host"] if where["host"] else []
         if where["disk"]:
             parts.append(f"{where['disk']} in files of {place.disk}")
         slots = f"; {place.expert_slots} experts of each mixture, the others on the host" if place.expert_slots else ""
         return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute{slots}"
+
+
+def spread(units: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:
+    """(``count`` of some units, spread evenly over them, the last among them; the others), each in order."""
+    count = min(count, len(units))
+    chosen = [(i + 1) * count // len(units) > i * count // len(units) for i in range(len(units))]
+    return [u for u, yes in zip(units, chosen, strict=True) if yes], [
+        u for u, yes in zip(units, chosen, strict=True) if not yes
+    ]
 
 
 def check_slots(model: Functional, placement: WeightPlacement) -> None:

@@ -41,7 +41,7 @@ def restarted(store: PageStore) -> Engine:
     assert scheduler.idle
     scheduler.restart()
     scheduler._prefix_cache = dataclasses.replace(scheduler._prefix_cache, store=store, restores={}, spills=[])
-    engine.page_store = store
+    engine.page_tiers.store = store
     return engine
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxllm.infer import EngineConfig
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.tier_rates import TierRates
 from jaxllm.models import MoeConfig
 from tests.infer import engines
 from tests.proofs.engine.programs import Compilations
@@ -126,10 +127,15 @@ def quantised_caches_too(case: tuple[str, str]) -> dict[str, float]:
     return {"logprobs": worst}
 
 
+RATES = TierRates("drawn", (1, 4), (0.02, 0.03), (0.01, 0.01), host=1e9, disk=5e8, disk_thread=4e8)
+
+
 @functools.cache
 def smollm2_tokens(offload: str | None, weights: str) -> list[list[int]]:
     """Greedy tokens of SmolLM2 for a few prompts."""
+    from jaxllm.cli.tier_options import solve_placement
     from jaxllm.infer import LLM, SamplingParams, load_model
+    from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
     from jaxllm.infer.streaming.open_streamed import open_streamed
 
@@ -139,7 +145,13 @@ def smollm2_tokens(offload: str | None, weights: str) -> list[list[int]]:
         if offload is None:
             loaded = load_model("smollm2", weights=weights)
         else:
-            budget = OffloadBudget.parse(offload.replace("DIR", folder))
+            text = offload.replace("DIR", folder)
+            request = FitRequest.parse(text)
+            if request is None:
+                budget = OffloadBudget.parse(text)
+            else:
+                RATES.write(file := Path(folder) / "rates.json")
+                budget = functools.partial(solve_placement, dataclasses.replace(request, rates=file), sequences=4)
             loaded = open_streamed("smollm2", budget, weights=weights)
             assert isinstance(loaded.params, StreamedWeights)
         llm = LLM(loaded, config, manifest=None)
@@ -158,3 +170,9 @@ def smollm2_says_the_same(case: tuple[str, str]) -> None:
     """SmolLM2 from the host and from files, plain and packed: the greedy tokens of resident weights."""
     offload, weights = case
     assert smollm2_tokens(offload, weights) == smollm2_tokens(None, weights)
+
+
+@proof("offload", cases=["fit,device=300MiB,host=1GiB", "fit,device=300MiB,host=200MiB,disk=DIR"], sample=1)
+def solved_placements_say_the_same(offload: str) -> None:
+    """SmolLM2 by solved placements, with and without files: the greedy tokens of resident weights."""
+    assert smollm2_tokens(offload, "plain") == smollm2_tokens(None, "plain")

@@ -1,0 +1,91 @@
+"""Tiers of streamed weights on the command line: placements that are solved (``--offload fit``), and their rates."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxllm.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from jaxllm.infer.streaming.fit_request import FitRequest
+    from jaxllm.infer.streaming.offload_budget import OffloadBudget
+    from jaxllm.infer.streaming.placement_fit import ModelBytes
+    from jaxllm.infer.streaming.tier_rates import TierRates
+
+
+def solve_placement(request: FitRequest, model: ModelBytes, sequences: int) -> OffloadBudget:
+    """Solves a placement and prints it as a table, with the speed that is predicted and what limits it.
+
+    Args:
+        request: limits.
+        model: bytes of the model.
+        sequences: most sequences of a batch.
+
+    Raises:
+        UsageError: nothing fits, or the rates of this device are not known.
+    """
+    import jax
+
+    from jaxllm.infer.streaming.placement_fit import fit, show
+    from jaxllm.infer.streaming.tier_rates import TierRates
+
+    try:
+        limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
+        rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)
+        if limits.disk is not None and sum(model.units) > limits.host:
+            rates = rates.cold()  # the page cache has no room for the files
+        batches = sorted({2**n for n in range(sequences.bit_length())} | {sequences})
+        found = fit(model, rates, limits, batches, request.windows)
+    except ValueError as error:
+        raise UsageError(f"--offload: {error}") from None
+    best = max(found, key=lambda one: one.tokens_per_second)
+    print(f"{show(found)}\nchosen for batches of {best.batch}: --offload {best.budget}", file=sys.stderr, flush=True)
+    return best.budget
+
+
+def _published(model: ModelBytes, request: FitRequest) -> TierRates:
+    """Rates by data sheet; that of the disk is measured by reading one file.
+
+    Raises:
+        ValueError: there is no data sheet of this device.
+    """
+    import jax
+
+    from jaxllm.compiler.device_peaks import peak_of
+    from jaxllm.infer.streaming.tier_benchmark import measure_disk
+    from jaxllm.infer.streaming.tier_rates import roofline_rates
+    from jaxllm.plan.hardware import TABLE
+
+    kind = jax.devices()[0].device_kind
+    hardware = next((one for one in TABLE.values() if peak_of(kind) == (one.flops, one.bandwidth)), None)
+    if hardware is None:
+        raise ValueError(
+            f"fit: no data sheet of a {kind} is known here: measure it with `jaxllm bench MODEL --tiers FILE`, and "
+            "give rates=FILE."
+        )
+    disk = hardware.host if request.disk is None else measure_disk(request.disk)
+    return roofline_rates(
+        kind, sum(model.units), model.parameters,
+        flops=hardware.flops, bandwidth=hardware.bandwidth, host=hardware.host, disk=disk,
+        expert_parameters=model.expert_parameters, routed=model.routed,
+    )  # fmt: skip
+
+
+def bench_tiers(
+    model: str, file: Path, dtype: str | None, weights: str, batches: tuple[int, ...], prompt: int, disk: Path | None
+) -> int:
+    """Measures a model's tiers, prints them and writes them to a file."""
+    from jaxllm.convert.source_layers import open_layers
+    from jaxllm.infer.streaming.tier_benchmark import measure_tiers
+
+    loaded, layers = open_layers(model, dtype=dtype, weights=weights)
+    rates = measure_tiers(
+        loaded, layers, disk or Path(tempfile.gettempdir()), batches=batches, prompt=prompt,
+        tell=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True),
+    )  # fmt: skip
+    rates.write(file)
+    print(rates)
+    return 0

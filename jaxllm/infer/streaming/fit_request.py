@@ -1,0 +1,108 @@
+"""Fit request: an offload budget that is to be solved for, as a user gives it.
+
+``fit,device=20GiB,host=48GiB,disk=DIR``: here the bytes are limits of everything, weights, window and KV cache.
+Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=TOKENS`` of a sequence, ``window`` and
+``loaders`` as in an offload budget.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.placement_fit import WINDOWS, TierLimits
+
+USAGE = "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,window=LAYERS,loaders=THREADS"
+SHARE = 0.9
+"""Share of the free memory of device and host that is used where no limit is given."""
+
+
+@dataclass(frozen=True)
+class FitRequest:
+    """Limits of a placement that is to be solved.
+
+    Attributes:
+        device, host: most bytes; None: most of what is free.
+        disk: directory for files of layers; None: none.
+        rates: file of ``TierRates``; None: those of data sheets.
+        length: tokens of a sequence.
+        windows: windows to choose from.
+        loaders: threads that read layers.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: Path | None = None
+    rates: Path | None = None
+    length: int = 1024
+    windows: tuple[int, ...] = WINDOWS
+    loaders: int = 2
+
+    @classmethod
+    def parse(cls, text: str) -> FitRequest | None:
+        """Reads a request; None: it is a budget.
+
+        Raises:
+            ValueError: names the part that is not legal.
+        """
+        kind, *parts = text.split(",")
+        if kind != "fit":
+            return None
+        own: dict[str, str] = {}
+        budget: list[str] = []
+        for part in parts:
+            name, _, value = part.partition("=")
+            if name in ("rates", "length") and value and name not in own:
+                own[name] = value
+            elif name in ("experts", "evict"):
+                raise ValueError(
+                    f"{part!r}: fit places whole layers, with their experts; leave it out, or give a budget."
+                )
+            else:
+                budget.append(part)
+        if not own.get("length", "1").isdecimal() or own.get("length") == "0":
+            raise ValueError(f"length = {own['length']!r}; give a number of tokens.")
+        try:
+            limits = OffloadBudget.parse(",".join(budget), limits=True)
+        except ValueError as error:
+            raise ValueError(f"{error} All parts: {USAGE}.") from None
+        given = {part.partition("=")[0] for part in budget}
+        return cls(
+            limits.device if "device" in given else None,
+            limits.host if "host" in given else None,
+            limits.disk,
+            Path(own["rates"]) if "rates" in own else None,
+            int(own.get("length", cls.length)),
+            (limits.window,) if "window" in given else WINDOWS,
+            limits.loaders,
+        )
+
+    def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:
+        """Limits with what is free where none is given.
+
+        Args:
+            kind: kind of device.
+            memory: its ``memory_stats``; None: it has none.
+
+        Raises:
+            ValueError: the device does not say what is free.
+        """
+        most = self.device
+        if most is None:
+            if memory is None or "bytes_limit" not in memory:
+                raise ValueError(f"fit: a {kind} does not say how much memory it has: give it, such as device=4GiB.")
+            most = int(SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
+        host = int(SHARE * free_host_bytes()) if self.host is None else self.host
+        return TierLimits(most, host, self.disk, self.length, self.loaders)
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that programs can still get."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

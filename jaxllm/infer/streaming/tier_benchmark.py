@@ -1,0 +1,227 @@
+"""Tier benchmark: measures ``TierRates`` of a model on this machine, without holding all of its layers.
+
+Computing is measured by an engine all of whose layers are copies of the first one of their kind, which is on the
+device; the rest of a step by the same engine without layers. Reads are those of the stores that serve.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.convert.load import LoadedModel
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.streaming.layer_store import HostLayers, LayerFiles, LayerStore, Unit, units_of
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.tier_rates import TierRates
+
+FILE_BYTES = 2**31
+"""Most bytes of files that are written to measure a disk; at least one layer of each loader is."""
+DISK_SAMPLE = 2**28
+"""Bytes of the file that ``measure_disk`` reads."""
+ROUNDS = 3
+"""Rounds over all batch sizes, of which the fastest counts."""
+
+
+@dataclass
+class AlikeLayers:
+    """Store that gives the first unit of a segment for all of them, without a copy.
+
+    Attributes:
+        store: where those are.
+        tier: "alike".
+    """
+
+    store: LayerStore
+    held: dict[int, Any]
+    tier: str = "alike"
+
+    def read(self, unit: Unit, device: jax.Device) -> Any:
+        """See ``LayerStore``."""
+        if unit.segment not in self.held:
+            self.held[unit.segment] = self.store.read(Unit(unit.segment, 0, unit.first), device)
+        return self.held[unit.segment]
+
+
+def measure_tiers(
+    loaded: LoadedModel,
+    layers: LayerStore,
+    directory: Path,
+    *,
+    batches: Sequence[int] = (1, 16),
+    prompt: int = 16,
+    loaders: int = 2,
+    steps: int = 8,
+    tell: Callable[[str], None] = lambda _: None,
+) -> TierRates:
+    """Measures a model's tiers.
+
+    Args:
+        loaded: the model with its parameters outside of blocks, see ``open_layers``.
+        layers: its layers.
+        directory: on the disk to measure; files are removed in the end.
+        batches: batch sizes of decoding.
+        prompt: tokens of the sequences that are decoded.
+        loaders: threads that read.
+        steps: steps that are timed of each batch size.
+        tell: told what is measured now.
+
+    Raises:
+        WeightsUnavailableError: the directory cannot be written.
+    """
+    batches = sorted(set(batches))
+    units = units_of(loaded.model.config.segments)
+    engine = _engine(loaded, layers, units, batches, prompt + 3 * steps)
+    runner = engine.runner
+    assert isinstance(runner, StreamedRunner)
+    whole, ends = dict.fromkeys(batches, math.inf), dict.fromkeys(batches, math.inf)
+    for number in range(ROUNDS):
+        tell(f"computing, round {number + 1} of {ROUNDS}")
+        for batch in batches:
+            runner.units = units
+            whole[batch] = min(whole[batch], _step_seconds(engine, batch, prompt, steps))
+            runner.units = []
+            ends[batch] = min(ends[batch], _step_seconds(engine, batch, prompt, steps))
+    runner.units = units
+    of_layers = [max(whole[batch] - ends[batch], 1e-9) for batch in batches]
+    host_device, device = jax.devices("cpu")[0], runner.window.device
+    tell("copies from the host")
+    first = HostLayers(layers, units[:1])
+    host = _rate(lambda: first.read(units[0], device), _bytes_of(first.read(units[0], device)), 5)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        size = _bytes_of(first.read(units[0], host_device))
+        some = units[: max(loaders, FILE_BYTES // size)]
+        tell("files")
+        files = LayerFiles.of(layers, some, Path(folder), ["tiers"])
+        for unit in some:
+            files.read(unit, host_device)  # checks its sum, once
+        thread = _rate(lambda: files.read(some[0], host_device), size, 5)
+        disk = max(_read_all(files, some, loaders) for _ in range(3))
+        cold = _cold_rate(files, some, loaders)
+        tell("computing while files are read")
+        reader = _Readers(files, some, loaders)
+        contended = _step_seconds(engine, batches[-1], prompt, steps) - ends[batches[-1]]
+        beside = reader.stop()
+    runner.close()
+    disk = max(disk, thread)
+    return TierRates(
+        device.device_kind, tuple(batches), tuple(of_layers), tuple(ends.values()), host, disk, thread, cold, loaders,
+        slowdown=max(1.0, contended / of_layers[-1]), disk_share=min(1.0, beside / disk),
+    )  # fmt: skip
+
+
+def _engine(loaded: LoadedModel, layers: LayerStore, units: list[Unit], batches: Sequence[int], length: int) -> Engine:
+    alike = AlikeLayers(layers, {})
+    placement = WeightPlacement(1, device_units=len(units))
+    weights = StreamedWeights(loaded.params, units, dict.fromkeys(units, alike), placement)
+    config = EngineConfig(
+        max_sequences=batches[-1], max_batched_tokens=batches[-1], max_len=length, layer_window=1,
+        buckets=tuple(batches), samplers=("plain",), prefix_cache=False,
+    )  # fmt: skip
+    return Engine.of(loaded.model, weights, config, longest=loaded.longest, strict=True)
+
+
+def measure_disk(directory: Path) -> float:
+    """Bytes/s of reading a file of a directory that the system was asked to drop from its page cache."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(np.random.default_rng(0).bytes(DISK_SAMPLE))
+        file.flush()
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        begin = time.perf_counter()
+        file.readinto(bytearray(DISK_SAMPLE))
+        return DISK_SAMPLE / (time.perf_counter() - begin)
+
+
+def _step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> float:
+    """Median seconds of a step that decodes a batch."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=3 * steps - 1, temperature=0.0, ignore_eos=True)
+    requests = [engine.submit(rng.integers(0, engine.vocab_size, prompt), params) for _ in range(batch)]
+    while any(len(request.sequences[0].tokens) == prompt for request in requests):
+        engine.step()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+    for request in requests:
+        engine.cancel(request)
+    while engine.busy:
+        engine.step()
+    return statistics.median(seconds)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def _rate(read: Callable[[], Any], size: int, times: int) -> float:
+    """Median bytes/s of a read, which frees what it has read."""
+    seconds = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        jax.block_until_ready(read())
+        seconds.append(time.perf_counter() - begin)
+    return size / statistics.median(seconds)
+
+
+def _read_all(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float:
+    """Bytes/s of reading units by several threads."""
+    host = jax.devices("cpu")[0]
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(loaders) as pool:
+        sizes = list(pool.map(lambda unit: _bytes_of(jax.block_until_ready(files.read(unit, host))), units))
+    return sum(sizes) / (time.perf_counter() - begin)
+
+
+def _cold_rate(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float | None:
+    """The same, of files that the system was asked to drop from its page cache; None where it cannot be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    for path in sorted(files.directory.glob("*.bin")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return _read_all(files, units, loaders)
+
+
+class _Readers:
+    """Threads that read units again and again until ``stop``."""
+
+    def __init__(self, files: LayerFiles, units: Sequence[Unit], loaders: int):
+        self._files, self._units, self._end = files, units, threading.Event()
+        self._begin, self._bytes = time.perf_counter(), [0] * loaders
+        self._threads = [threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(loaders)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, number: int) -> None:
+        host, at = jax.devices("cpu")[0], number
+        while not self._end.is_set():
+            self._bytes[number] += _bytes_of(self._files.read(self._units[at % len(self._units)], host))
+            at += 1
+
+    def stop(self) -> float:
+        """Ends them; returns the bytes/s that they have read."""
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+        return sum(self._bytes) / (time.perf_counter() - self._begin)

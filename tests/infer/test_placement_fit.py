@@ -1,0 +1,173 @@
+"""Placements that are solved: within limits, printed as what a user could have given, and as fast as predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.tier_options import solve_placement
+from jaxllm.infer.streaming import tier_benchmark
+from jaxllm.infer.streaming.fit_request import FitRequest
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.open_streamed import model_bytes
+from jaxllm.infer.streaming.placement_fit import DoesNotFitError, ModelBytes, TierLimits, fit, predict, room, solve
+from jaxllm.infer.streaming.step_timeline import step_time
+from jaxllm.infer.streaming.tier_rates import TierRates, roofline_rates
+from jaxllm.models import functional
+from tests.infer import engines
+
+DISK = Path("d")
+MODEL = ModelBytes((100,) * 10, 50, 1)
+RATES = TierRates("test", (1, 8), (1.0, 2.0), (0.5, 0.5), host=200.0, disk=50.0, disk_thread=50.0)
+
+
+def test_a_step_is_the_longest_of_what_overlaps():
+    """By hand: alternating layers, of 0.1 s each, and reads of a layer that take 0.5 s from the host."""
+    resident = step_time(["device"] * 10, MODEL.units, RATES, 1, 2, 2)
+    assert resident.seconds == pytest.approx(1.5)
+    assert resident.stalled == 0
+    # All reads, one after another over one link, are longer than everything else.
+    streamed = step_time(["host"] * 10, MODEL.units, RATES, 1, 4, 2)
+    assert streamed.seconds == pytest.approx(5.0)
+    # A window of one: each layer is read after the one before has computed; the first while the ends compute.
+    serial = step_time(["host"] * 10, MODEL.units, RATES, 1, 1, 2)
+    assert serial.seconds == pytest.approx(10 * (0.5 + 0.1))
+    assert serial.stalled == pytest.approx(9 * 0.5)
+    # From the disk two loaders read two layers in 4 s, and copy both in 1 s. One loader: 2.5 s for each.
+    for loaders in (1, 2):
+        assert step_time(["disk"] * 10, MODEL.units, RATES, 1, 4, loaders).seconds == pytest.approx(25.0)
+    few = step_time(["device", "device", "device", "device", "host"] * 2, MODEL.units, RATES, 1, 2, 1)
+    assert few.seconds == pytest.approx(1.5)
+    assert few.stalled == 0
+    slow = dataclasses.replace(RATES, slowdown=2.0, disk=1e9, disk_thread=1.0, disk_share=1.0)
+    assert step_time(["disk"] + ["device"] * 9, MODEL.units, slow, 1, 1, 1).seconds == pytest.approx(
+        100.5 + 0.1, rel=0.02
+    )
+
+
+def test_limits_are_kept_and_the_faster_tier_comes_first():
+    limits = TierLimits(device=650, host=450, disk=DISK, length=10)
+    for batch in (1, 4):
+        shares = solve(MODEL, RATES, limits, batch, 2)
+        assert shares is not None
+        device, host = room(MODEL, limits, batch, 2)
+        assert shares.device * 1000 == pytest.approx(device)
+        assert shares.host * 1000 == pytest.approx(host)
+        assert shares.device + shares.host + shares.disk == pytest.approx(1)
+    for one in fit(MODEL, RATES, limits, [1, 4, 16]):
+        window, batch = one.budget.window, one.batch
+        assert one.bytes["device"] + window * 100 + 50 + batch * 10 <= 650
+        assert one.bytes["host"] + 2 * 100 <= 450
+        assert sum(one.bytes.values()) == 1000
+        assert one.limit == "the disk"
+        assert OffloadBudget.parse(str(one.budget)) == one.budget
+        assert predict(MODEL, RATES, one.budget, batch) == one
+    # All of it fits: nothing is read, and computing is the limit.
+    (whole,) = fit(MODEL, RATES, TierLimits(1e4, 1e4), [8])
+    assert (whole.bytes["device"], whole.limit) == (1000, "computing")
+    assert whole.seconds == pytest.approx(2.5)
+    assert whole.tokens_per_second == pytest.approx(8 / 2.5)
+    with pytest.raises(DoesNotFitError, match="disk=DIR"):
+        fit(MODEL, RATES, TierLimits(400, 100), [1])
+    with pytest.raises(DoesNotFitError, match="left on the device"):
+        fit(MODEL, RATES, TierLimits(100, 1e4, DISK), [1])
+
+
+def test_whole_layers_keep_to_the_hosts_limit():
+    """Shares of half a layer fit the device and the host together; whole layers do not, and there is no disk."""
+    model = ModelBytes((100,) * 4, 0, 0)
+    limits = TierLimits(device=350, host=150)
+    assert solve(model, RATES, limits, 1, 1) is not None
+    with pytest.raises(DoesNotFitError):
+        fit(model, RATES, limits, [1], [1])
+    (one,) = fit(model, RATES, dataclasses.replace(limits, host=200), [1], [1])
+    assert one.bytes == {"device": 200, "host": 200, "disk": 0}
+
+
+def test_requests_and_rates_are_read(tmp_path, capsys):
+    assert FitRequest.parse("window=2,device=4GiB") is None
+    asked = FitRequest.parse("fit,device=2MiB,host=1MiB,disk=d,rates=r,length=64,window=3,loaders=4")
+    assert asked == FitRequest(2 << 20, 1 << 20, DISK, Path("r"), 64, (3,), 4)
+    assert FitRequest.parse("fit,host=1GiB") == FitRequest(host=1 << 30)
+    for text, said in (
+        ("fit,experts=2", "whole layers"),
+        ("fit,length=x", "number of tokens"),
+        ("fit,device=much", "no part"),
+        ("fit,rates=", "no part"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            FitRequest.parse(text)
+    with pytest.raises(ValueError, match="how much memory"):
+        FitRequest().limits("cpu", None)
+    assert FitRequest(device=5).limits("cpu", None).host > 0
+    assert FitRequest(host=1).limits("gpu", {"bytes_limit": 100, "bytes_in_use": 10}).device == 81
+    file = tmp_path / "rates.json"
+    RATES.write(file)
+    assert TierRates.read(file) == RATES
+    with pytest.raises(ValueError, match="tier rates"):
+        TierRates.read(tmp_path / "none.json")
+    with pytest.raises(ValueError, match="as many of both"):
+        dataclasses.replace(RATES, tokens=(1,))
+    request = FitRequest(650, 450, DISK, file, length=10)
+    budget = solve_placement(request, MODEL, 4)
+    said = capsys.readouterr().err
+    assert f"--offload {budget}" in said
+    assert [line.split()[0] for line in said.splitlines()[1:4]] == ["1", "2", "4"]
+    with pytest.raises(UsageError, match="bench MODEL --tiers"):
+        solve_placement(dataclasses.replace(request, rates=None), MODEL, 4)
+
+
+def test_data_sheets_give_the_roofline():
+    rates = roofline_rates("x", 1000, 500, flops=1e4, bandwidth=1e4, host=1, disk=1)
+    assert rates.layers(1) == pytest.approx(0.1)  # reads the weights
+    assert rates.layers(4) == pytest.approx(0.4)  # computes
+    assert rates.layers(3) == pytest.approx(0.3)
+    assert rates.layers(8192) == pytest.approx(2 * 500 * 8192 / 1e4)
+    # 80% are experts, a token uses a quarter of them: 40% are read by one token, 55% by two; 40% compute.
+    rates = roofline_rates("x", 1000, 500, flops=1e4, bandwidth=1e4, host=1, disk=1, expert_parameters=400, routed=0.25)
+    assert rates.layers(1) == pytest.approx(0.04)
+    assert rates.layers(2) == pytest.approx(0.08)  # 0.4 x 500 parameters of two tokens; bytes would take 0.055
+    assert rates.layers(4096) == pytest.approx(2 * 200 * 4096 / 1e4)
+    slow = roofline_rates("x", 1000, 500, flops=1e9, bandwidth=1e4, host=1, disk=1, expert_parameters=400, routed=0.25)
+    assert slow.layers(2) == pytest.approx(0.1 * (0.2 + 0.8 * 7 / 16))
+
+
+def test_bytes_of_a_mixture():
+    """deepseek_v3 of the tests: a dense layer, then two of 6 experts, of which a token uses 2."""
+    model = functional(engines.model_of("deepseek_v3", "float32"))
+    ends = {"table": np.zeros((40, 16), np.float32)}
+    found = model_bytes(model, [10, 20, 20], ends)
+    assert (found.units, found.ends) == ((10, 20, 20), 40 * 16 * 4)
+    assert found.expert_parameters == 2 * 6 * 3 * 16 * 8
+    assert found.expert_parameters < found.parameters
+    assert found.routed == pytest.approx(1 / 3)
+    assert found.token == 3 * (8 + 4) * 4  # a latent and a rope key of each layer
+
+
+def test_rates_of_a_known_device_come_from_its_data_sheet(monkeypatch, tmp_path, capsys):
+    """80 layers of 0.44 GB on an H100: with all its memory they stay there; with 16 GiB copies are the limit."""
+    memory = {"bytes_limit": 80 * 10**9, "bytes_in_use": 0}
+    gpu = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: memory)
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    model = ModelBytes((440_000_000,) * 80, 2 * 10**9, 320 << 10, 70 * 10**9)
+    whole = solve_placement(FitRequest(host=10**12), model, 4)
+    assert whole.device == pytest.approx(sum(model.units), rel=1e-5)
+    part = solve_placement(FitRequest(device=16 << 30, host=10**12), model, 4)
+    said = capsys.readouterr().err
+    assert said.count("computing") == 3
+    assert said.count("copies from the host") == 3
+    # What is left over goes through the link of 64 GB/s, once a step.
+    streamed = sum(model.units) - part.device
+    fastest = float(said.splitlines()[-2].split()[6])
+    assert fastest == pytest.approx(4 * 64e9 / streamed, rel=0.05)
+    monkeypatch.setattr(tier_benchmark, "DISK_SAMPLE", 4096)
+    slow = solve_placement(FitRequest(device=16 << 30, host=4 << 30, disk=tmp_path), model, 1)
+    assert slow.disk == tmp_path
+    assert slow.host is not None
+    assert slow.host <= 4 << 30

@@ -1,0 +1,176 @@
+"""Expert slots on the routings of a trained mixture: hit rates of evictions and predictors, replayed and served."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.streaming.expert_slots import Eviction, ExpertSlots
+from jaxllm.infer.streaming.expert_stage import ExpertStage
+from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, RouterConfig, functional
+from jaxllm.train import train_step, value_and_grad
+from jaxllm.train.step.routing_losses import RoutingConfig
+from jaxllm.train.step.train_state import TrainState
+from tests import quick
+from tests.proofs.harness import proof
+from tests.proofs.moe_models.training import batch_at
+
+EXPERTS, ACTIVE, LAYERS, STEPS = 16, 2, 3, 400
+BLOCK = BlockConfig(AttentionConfig(4, 2, 8), MoeConfig(EXPERTS, ACTIVE, 24, router=RouterConfig()))
+CONFIG = DecoderConfig(256, 32, LAYERS, pattern=(BLOCK,))
+PROMPT, TOKENS = 32, 96
+WAYS = ("lru", "score", "predictor", "statistics")
+SLOTS = (4, 8, 12)
+CASES = [(seed, batch) for seed in range(3) for batch in (1, 8)]
+
+
+@functools.cache
+def trained(seed: int) -> Any:
+    """Parameters of a mixture of bytes, trained on the bundled text with a load-balancing loss."""
+    rate = optax.linear_schedule(1e-2, 0.0, STEPS)
+    model, optimizer = functional(CONFIG), optax.adam(rate)
+    params: Any = jax.tree.map(jnp.asarray, quick.params(CONFIG, seed, scale=0.25))
+    step = train_step(value_and_grad(model, routing=RoutingConfig(balance_loss=0.02)), optimizer, rate, [], [])
+    run = quick.jit(step, donate_argnums=0)
+    state = TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    for _ in range(STEPS):
+        state, _ = run(state, batch_at(rng))
+    return state.params
+
+
+@dataclass
+class LayerStep:
+    """A step of a layer: the router's shares, the experts that were wanted, and those that were loaded ahead."""
+
+    shares: np.ndarray
+    wanted: list[int]
+    guess: list[int]
+
+
+class RecordingSlots(ExpertSlots):
+    """Slots that keep what they are asked for."""
+
+    def __init__(self, experts: int, slots: int, eviction: Eviction):
+        super().__init__(experts, slots, eviction)
+        self.steps = list[LayerStep]()
+        self._shares, self._guess = np.zeros(experts), list[int]()
+
+    def see(self, shares: np.ndarray) -> None:
+        self._shares = np.array(shares)
+        super().see(shares)
+
+    def rounds(self, wanted: Sequence[int]) -> Any:
+        self.steps.append(LayerStep(self._shares, list(wanted), self._guess))
+        self._guess = []
+        return super().rounds(wanted)
+
+    def ahead(self, expert: int, keep: Sequence[int]) -> int | None:
+        self._guess = list(keep)
+        return super().ahead(expert, keep)
+
+
+def served(seed: int, batch: int, slots: int, eviction: Eviction, *, prefetch: bool) -> ExpertStage:
+    """The slots of an engine that has continued a batch of held-out texts, with their counts and records."""
+    params = trained(seed)
+    ends = {name: value for name, value in params.items() if name != "segments"}
+    placement = WeightPlacement(1, device_units=LAYERS, expert_slots=slots, eviction=eviction, prefetch=prefetch)
+    weights = StreamedWeights.of(functional(CONFIG), ends, LoadedLayers(params), placement)
+    config = EngineConfig(
+        max_sequences=batch, max_batched_tokens=max(batch, PROMPT), max_len=PROMPT + TOKENS, layer_window=1,
+        buckets=tuple(sorted({batch, max(batch, PROMPT)})), samplers=("plain",), prefix_cache=False,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        engine = Engine.of(functional(CONFIG), weights, config)
+    runner = engine.runner
+    assert isinstance(runner, StreamedRunner)
+    assert runner.experts is not None
+    runner.experts.slots = {key: RecordingSlots(EXPERTS, slots, eviction) for key in runner.experts.slots}
+    text = resources.files("jaxllm.data.corpus").joinpath("heldout.txt").read_bytes()
+    for n in range(batch):
+        engine.submit(text[500 * n : 500 * n + PROMPT], SamplingParams(max_tokens=TOKENS, seed=n))
+    while engine.busy:
+        engine.step()
+    runner.close()
+    return runner.experts
+
+
+def records(stage: ExpertStage) -> list[list[LayerStep]]:
+    """Steps of each layer."""
+    return [slots.steps for slots in stage.slots.values() if isinstance(slots, RecordingSlots)]
+
+
+def replayed(layers: list[list[LayerStep]], slots: int, way: str) -> float:
+    """Hit rate of slots on recorded routings: share of wanted experts that were in a slot.
+
+    Args:
+        way: "lru", "score"; "predictor": lru with the experts loaded ahead that the layer before predicted; or
+            "statistics": with those that the layer has used most often so far.
+    """
+    hits = wanted = 0
+    for steps in layers:
+        held = ExpertSlots(EXPERTS, slots, "score" if way == "score" else "lru")
+        used = np.zeros(EXPERTS)
+        for step in steps:
+            guess = step.guess if way == "predictor" else []
+            if way == "statistics":
+                guess = np.argsort(-used, kind="stable")[:slots].tolist()
+            for expert in guess[:slots]:
+                held.ahead(expert, keep=guess[:slots])
+            held.see(step.shares)
+            hits += sum(held.has(expert) for expert in step.wanted)
+            wanted += len(step.wanted)
+            list(held.rounds(step.wanted))
+            used[step.wanted] += 1
+    return hits / wanted
+
+
+def best(layers: list[list[LayerStep]], slots: int) -> float:
+    """Hit rate of the eviction that knows the future, without loading ahead (Belady), where steps fit the slots."""
+    hits = wanted = 0
+    for steps in layers:
+        held: set[int] = set()
+        for at, step in enumerate(steps):
+            hits += len(held.intersection(step.wanted))
+            wanted += len(step.wanted)
+            held |= set(step.wanted)
+            later = steps[at + 1 :]
+            nexts = {e: next((n for n, one in enumerate(later) if e in one.wanted), len(steps)) for e in held}
+            held = set(sorted(held, key=lambda e: (nexts[e], e))[:slots])
+    return hits / wanted
+
+
+@proof("offload", cases=CASES, sample=1, counts=tuple(f"{w}_{n}" for n in SLOTS for w in (*WAYS, "best")))
+def hit_rates_of_a_trained_mixture(case: tuple[int, int]) -> dict[str, float]:
+    """Replayed hit rates are the served ones; scores beat the latest use, and the predictor too; none knows more.
+
+    Hit rates in slots for a quarter, half and three quarters of the experts are kept: by last use, by score, with the
+    predictor, with the most used experts, and of the eviction that knows the future.
+    """
+    seed, batch = case
+    layers = records(served(seed, batch, EXPERTS, "score", prefetch=True))
+    rates = {(way, n): replayed(layers, n, way) for n in SLOTS for way in WAYS}
+    known = {n: best(layers, n) for n in SLOTS}
+    for n in SLOTS:
+        assert max(rates["lru", n], rates["score", n]) <= known[n]
+        assert rates["predictor", n] > rates["lru", n]
+    assert sum(rates["score", n] for n in SLOTS) > sum(rates["lru", n] for n in SLOTS)
+    for way, eviction, prefetch in (("lru", "lru", False), ("score", "score", False), ("predictor", "lru", True)):
+        stage = served(seed, batch, SLOTS[seed], eviction, prefetch=prefetch)
+        assert stage.counts.hit_rate == replayed(records(stage), SLOTS[seed], way)
+    return {f"{way}_{n}": rate for (way, n), rate in rates.items()} | {f"best_{n}": known[n] for n in SLOTS}
