@@ -70,7 +70,8 @@ def test_an_engine_of_one_device_needs_not_the_mesh_of_its_caller(rng):
     """Built and stepped within a mesh, as a training loop has one; in tight memory, so that pages are copied too."""
     with jax.set_mesh(sharding.MeshSpec.parse("data=8").build()):
         engine = engines.build(SIZES, "llama", "float32")
-        assert engines.error("llama", "float32", engines.serve(engine, engines.traffic(rng, engine.config, 8))) < 1e-3
+        served = engines.serve(engine, engines.traffic(rng, engine.config, 8))
+    assert engines.error("llama", "float32", served) < 1e-3
     assert engine.runner.program_cache.counts.late == 0  # type: ignore[attr-defined]
 
 
