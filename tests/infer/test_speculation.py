@@ -70,7 +70,7 @@ def refuse(match: str, config: EngineConfig | None = None, **fields: Any) -> Non
 
 
 def test_what_is_not_legal_is_refused_before_the_model_is_loaded():
-    legal = r"ngram\[:N\], draft:MODEL, tree:MODEL,BUDGET, head:DIR, self:LAYERS"
+    legal = r"ngram\[:N\], draft:MODEL, tree:MODEL,BUDGET, head:DIR, mtp, self:LAYERS"
     refuse(rf"'ngramm': there is no proposer 'ngramm'; legal: {legal}", speculate="ngramm")
     refuse("'ngram:0': ngram:0; N is the length in tokens", speculate="ngram:0")
     refuse("'draft:': draft: needs a model, such as draft:smollm2", speculate="draft:")

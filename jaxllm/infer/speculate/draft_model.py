@@ -41,7 +41,7 @@ class ServedModel:
     """Model that an engine serves, and how, for proposers that run a model beside it.
 
     Attributes:
-        model, params, config, tokenizer, vocab_size, longest, mesh, manifest, strict, background: arguments of
+        model, params, config, tokenizer, vocab_size, longest, mesh, manifest, strict, background, path: arguments of
             ``Engine.of``, with the vocabulary's size settled.
     """
 
@@ -55,6 +55,7 @@ class ServedModel:
     manifest: Path | None = None
     strict: bool = False
     background: bool = False
+    path: Path | None = None
 
 
 @dataclass(frozen=True)

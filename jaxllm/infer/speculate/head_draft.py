@@ -5,7 +5,9 @@ and position. A call of the head reads the tokens that it has not seen, each wit
 and then drafts from its own features. It samples with the seed and position of the served model's token, as a draft
 model does. Its KV cache is contiguous: a row for each slot of the batch, for one layer.
 
-Tokens that were found in the prefix cache have not been computed and have no features: the head reads zeros there.
+Tokens that were found in the prefix cache have not been computed and have no features: the head reads zeros there. A
+module for multi-token prediction was trained on pairs of a feature and the token after it: it does not read a
+sequence's first token, and its positions are those of the features.
 
 Legend: R slots, T tokens read at once, L positions of a slot, D embed, N drafted tokens.
 """
@@ -28,8 +30,16 @@ from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner import sampler
 from jaxllm.infer.runner.dense_cache import DenseCache, empty_cache
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe
-from jaxllm.infer.speculate.draft_head import DraftHead, check_head, head_forward, head_model
+from jaxllm.infer.speculate.draft_head import (
+    DraftHead,
+    check_head,
+    head_forward,
+    head_model,
+    output_params,
+    read_features,
+)
 from jaxllm.infer.speculate.draft_model import HeldTokens, ServedModel, until_stop
+from jaxllm.models import Functional
 
 READ_TOKENS = (16, 64, 256)
 """Tokens of a sequence that a call reads at once; the smallest that suffices is taken."""
@@ -60,7 +70,7 @@ class HeadProposer:
         # Drafted tokens may be behind the longest sequence; the last place takes what belongs to no token.
         self._scratch = self._max_len + self._steps
         dtype = jnp.dtype(self.model.config.dtype)
-        self._head = jax.tree.map(lambda x: jnp.asarray(x, dtype), head.weights)
+        self._head = _stored(self.model, head.weights)
         self._params = jax.tree.map(lambda x: x.addressable_data(0), served.params)
         cache = empty_cache(self.model.config, self._slots, self._scratch + 1)
         self._cache = cache.k, cache.v  # as the program cache can name them
@@ -159,20 +169,22 @@ class HeadProposer:
         last_known = position - 1
         before = jnp.take_along_axis(features, jnp.clip(last_known, 0, features.shape[1] - 1)[..., None], axis=1)
         has_feature = there & (last_known >= jnp.maximum(known_from, 0)[:, None])
-        before = jnp.where(has_feature[..., None], before, 0)
-        positions = jnp.where(there, position, self._scratch)
+        before = jnp.where(has_feature[..., None], read_features(self.model, params, own, before), 0)
+        first = int(own.kind.is_module)
+        positions = jnp.where(there & (position >= first), position - first, self._scratch)
         hidden, cache = head_forward(self.model, params, own, before, tokens, positions, DenseCache(*held))
         feature = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+        outputs = output_params(params, own)
 
         def one(carry: Any, number: Array) -> Any:
             feature, cache = carry
-            logits = self.model.head(params, feature)[:, 0]
+            logits = self.model.head(outputs, feature)[:, 0]
             logits = jnp.where(jnp.arange(logits.shape[1]) < self._vocab, logits, -jnp.inf)
             at = jnp.where(count > 0, start + count + number, self._scratch)
             token = sampler.sample(logits, sampler.SamplerRows(seeds, at, temperature))
-            feature, cache = head_forward(
-                self.model, params, own, feature, token[:, None], jnp.minimum(at, self._scratch)[:, None], cache
-            )
+            place = jnp.minimum(at, self._scratch)[:, None] - first
+            feature = read_features(self.model, outputs, own, feature)
+            feature, cache = head_forward(self.model, params, own, feature, token[:, None], place, cache)
             return (feature, cache), token
 
         (_, cache), drafts = jax.lax.scan(one, (feature, cache), jnp.arange(self._steps, dtype=jnp.int32))
@@ -180,6 +192,15 @@ class HeadProposer:
         return drafts.T, (cache.k, cache.v)
 
 
-def with_features(config: EngineConfig, head: DraftHead) -> EngineConfig:
+def _stored(model: Functional, weights: Any) -> Any:
+    """Weights of a head in compute dtype; those of the layer that a model in any dtype has wider stay so."""
+    dtype, usual = jnp.dtype(model.config.dtype), jnp.dtype(model.config.param_dtype)
+    kept = jax.tree.map(lambda x: dtype if x.dtype == usual else x.dtype, model.abstract()["segments"])
+    segments = jax.tree.map(jnp.asarray, weights["segments"], kept)
+    rest = {name: value for name, value in weights.items() if name != "segments"}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), rest) | {"segments": segments}
+
+
+def with_features(config: EngineConfig, argument: Any) -> EngineConfig:
     """Configuration of an engine that keeps the features that a head reads."""
     return replace(config, draft_features=True)

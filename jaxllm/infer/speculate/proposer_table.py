@@ -11,6 +11,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.speculate.draft_head import load_head
 from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
 from jaxllm.infer.speculate.head_draft import HeadProposer, with_features
+from jaxllm.infer.speculate.mtp_module import load_module_proposer, parse_nothing
 from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer, parse_kept
 from jaxllm.infer.speculate.tree_draft import load_tree_draft, parse_tree, with_trees
@@ -40,6 +41,7 @@ PROPOSERS: dict[str, ProposerKind] = {
     "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
     "tree": ProposerKind("tree:MODEL,BUDGET", parse_tree, load_tree_draft, with_trees, sets_tokens=True),
     "head": ProposerKind("head:DIR", load_head, HeadProposer, with_features),
+    "mtp": ProposerKind("mtp", parse_nothing, load_module_proposer, with_features),
     "self": ProposerKind("self:LAYERS|FILE", parse_kept, SelfDraftProposer),
 }
 """Proposers by name."""
