@@ -24,8 +24,8 @@ from tests.infer.test_verification import asked, equal
 from tests.proofs.harness import proof
 
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "layers apart")
-PROPOSERS = ("ngram", "draft", "tree", "head", "mtp", "self", "trained")
-HEADS = ("head", "mtp")
+PROPOSERS = ("ngram", "draft", "parallel", "tree", "head", "mtp", "self", "trained")
+HEADS, SLOT_DRAFTS = ("head", "mtp"), ("head", "mtp", "parallel")
 FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
 MOST = 3
 """Draft tokens."""
@@ -78,6 +78,9 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
         return engines.self_draft(engine, trained_draft(family, int(rng.integers(1, MOST)), rng))
     share, one, other = rng.choice([0.0, 0.1, 0.5]), *(engines.params_of(family, "float64", seed) for seed in (4, 5))
     params = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
+    if name == "parallel":
+        config = engines.model_of(family, "float64")
+        return engines.layer_parallel_draft(engine, config, params, int(rng.integers(1, 4)))
     make = engines.tree_draft if name == "tree" else engines.draft
     return make(engine, engines.model_of(family, "float64"), params)
 
@@ -94,9 +97,9 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
     way, name, family = (str(rng.choice(some)) for some in (WAYS, PROPOSERS, FAMILIES))
     if name in HEADS and way == "tight, swap":  # which features do not go with
         way = "tight, recompute"
-    # Trees go with formats that encode a token by itself.
-    trees = name == "tree"
-    lossy = ("bfloat16", *(form for form in quantised_formats() if not (trees and kv_format(form).residual)))
+    # Trees and swapped pages go with formats that encode a token by itself.
+    trees, each = name == "tree", name == "tree" or way == "tight, swap"
+    lossy = ("bfloat16", *(form for form in quantised_formats() if not (each and kv_format(form).residual)))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
     engine = build(way, family, kv_dtype=kv, draft_trees=trees, draft_features=name in HEADS)
     requests = asked(rng, engine.config, 3)
@@ -113,7 +116,7 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
         counts["proposed"] += engine.metrics.proposed_tokens
         counts["accepted"] += engine.metrics.accepted_tokens
     if name != "ngram":
-        own = proposer if name in HEADS else proposer.runner
+        own = proposer if name in SLOT_DRAFTS else proposer.runner
         assert own.program_cache.counts.late == 0
         assert counts["proposed"] > 0
     assert engine.runner.program_cache is not None
@@ -204,7 +207,7 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     assert all(pages.available == pages.count for pages in engine.scheduler.pages)
     runners: list[Any] = [engine.runner]
     if name != "ngram":
-        runners.append(proposer if name in HEADS else proposer.runner)
+        runners.append(proposer if name in SLOT_DRAFTS else proposer.runner)
     assert all(one.program_cache is not None and one.program_cache.counts.late == 0 for one in runners)
     assert engine.metrics.drafts > 0
     return {"preemptions": float(engine.scheduler.preemptions)}
