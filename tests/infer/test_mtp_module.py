@@ -45,20 +45,21 @@ def test_logits_are_those_of_transformers_layers(family, tmp_path, rng, float64)
     """Of two drafted tokens, the second from the module's own feature."""
     torch_model, own = mtp_models.save(family, int(rng.integers(100)), tmp_path / "model")
     loaded = load_hf(tmp_path / "model", dtype="float64")
+    params = jax.tree.map(lambda x: x.addressable_data(0), loaded.params)
     model, tokens = functional(loaded.config), rng.integers(1, 40, 9).tolist()
-    served = ServedModel(model, loaded.params, SIZES, None, 40, path=tmp_path / "model")
+    served = ServedModel(model, params, SIZES, None, 40, path=tmp_path / "model")
     head = load_module(served)
     row = jnp.arange(10, dtype=jnp.int32)[None]
-    hidden, _ = model.forward(loaded.params, jnp.asarray([tokens], jnp.int32), row[:, :9], Segments())
-    smaller, _ = head_model(model, loaded.params)
+    hidden, _ = model.forward(params, jnp.asarray([tokens], jnp.int32), row[:, :9], Segments())
+    smaller, _ = head_model(model, params)
     before, outputs, logits = (
-        read_features(model, loaded.params, head, hidden)[:, :-1],
-        output_params(loaded.params, head),
+        read_features(model, params, head, hidden)[:, :-1],
+        output_params(params, head),
         [],
     )
     for _ in range(2):
         pairs = jnp.asarray([tokens[1:]], jnp.int32)
-        made, _ = head_forward(smaller, loaded.params, head, before, pairs, row[:, : pairs.shape[1]], Segments())
+        made, _ = head_forward(smaller, params, head, before, pairs, row[:, : pairs.shape[1]], Segments())
         logits.append(np.asarray(smaller.head(outputs, made)[0, -1]))
         tokens.append(int(logits[-1].argmax()))
         before = jnp.concatenate([before, read_features(smaller, outputs, head, made[:, -1:])], axis=1)

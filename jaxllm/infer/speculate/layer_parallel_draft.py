@@ -65,6 +65,7 @@ class LayerParallelProposer(SlotDraftProposer):
         self._check_spread()
         self._mesh = jax.sharding.Mesh(np.asarray(devices), (AXIS,))
         place = NamedSharding(self._mesh, PartitionSpec())
+        params = jax.tree.map(lambda x: x.addressable_data(0), params)  # without the mesh that it was loaded on
         ends = {name: value for name, value in params.items() if name != "segments"}
         layers = [layer_params(model, params, layer) for layer in range(config.layers)]
         if self._ways == 1:

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import sharding
 from jaxllm.hub import HubError, open_source
 from jaxllm.hub.families.families import family
 from jaxllm.hub.huggingface import equal_tensors, leaves_by_path, place_leaf, sources_by_leaf
@@ -95,9 +94,10 @@ def read_module(source: ModelSource, served: ServedModel) -> DraftHead:
     for copy, shared in SHARED.items():
         _check_shared(source, layer + copy, shared)
     smaller, _ = head_model(served.model, served.params)
-    where = sharding.MeshSpec.parse("dp").build([next(iter(jax.tree.leaves(served.params)[0].devices()))])
-    abstract = sharding.abstract_params(smaller.abstract(), smaller.logical_axes(), where, smaller.rules)
-    segments = {"segments": abstract["segments"]}
+    where = jax.sharding.SingleDeviceSharding(next(iter(jax.tree.leaves(served.params)[0].devices())))
+    segments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), {"segments": smaller.abstract()["segments"]}
+    )
     leaves = leaves_by_path(segments)
     at_last = table.layer.replace("{layer}", str(last))
     layout = hf_layout(replace(table, layer=at_last, whole=()), smaller.config, leaves)
