@@ -59,8 +59,9 @@ def measure(llm: Any, side: tuple[Any, Any], batch: int, prompt: int, tokens: in
 
 def sides(llm: Any, draft: str | None, kept: int | None) -> dict[str, tuple[Any, Any]]:
     """Proposer and length of drafts of each side."""
+    from jaxllm.infer.speculate.draft_argument import load_draft, parse_draft
     from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength
-    from jaxllm.infer.speculate.draft_model import ServedModel, load_draft
+    from jaxllm.infer.speculate.draft_model import ServedModel
     from jaxllm.infer.speculate.ngram import NgramProposer
     from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 
@@ -71,7 +72,7 @@ def sides(llm: Any, draft: str | None, kept: int | None) -> dict[str, tuple[Any,
     found = {"plain": (NgramProposer(), NoDrafts(0)), "ngram": (NgramProposer(), AdaptiveDraftLength(most, *buckets))}
     found["ngram, fixed"] = NgramProposer(), FixedDraftLength(most)
     if draft is not None:
-        found["draft"] = load_draft(draft, served), AdaptiveDraftLength(most, *buckets)
+        found["draft"] = load_draft(parse_draft(draft), served), AdaptiveDraftLength(most, *buckets)
     if kept is not None:
         found["self"] = SelfDraftProposer(kept, served), AdaptiveDraftLength(most, *buckets)
     return found

@@ -45,6 +45,7 @@ class LoadedModel:
         source: ``config.json`` of the model of another library that it is or was initialised from; else None.
         sampling: sampling parameters that its authors recommend, by field of ``SamplingParams``; empty where it has
             none. They are the defaults of ``jaxllm generate``, ``chat`` and ``serve``.
+        path: directory or file that it was loaded from; None: it was not.
     """
 
     model: Functional
@@ -56,6 +57,7 @@ class LoadedModel:
     meta: dict[str, Any]
     source: Mapping[str, Any] | None
     sampling: SamplingDefaults = field(default_factory=dict)
+    path: Path | None = None
 
     @property
     def longest(self) -> int | None:
@@ -108,6 +110,7 @@ def load_model(
     if weights not in known:
         raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
     loaded = _load(path, mesh, step, dtype, "packed" if weights == "packed" else "plain", ema, progress)
+    loaded = replace(loaded, path=path)
     if weights in WEIGHT_FORMATS:
         with jax.set_mesh(mesh):
             try:

@@ -328,13 +328,13 @@ def match_tensors(
         raise HubError(f"the tensors are not those of this architecture; {'; '.join(names.problems[:5])}.")
     for name, own in names.twice.items():
         # Some files hold the tied matrix twice; that is fine as long as it is the same matrix.
-        if not _equal(tensors[name], tensors[own]):
+        if not equal_tensors(tensors[name], tensors[own]):
             raise HubError(f"{name} differs from {own}, but the config ties them.")
         release(tensors.values())
     return names.wanted, CarriedTensors({n: np.asarray(tensors[n]) for n in names.carried}, names.twice, names.bare)
 
 
-def _equal(a: Any, b: Any, rows: int = 1024) -> bool:
+def equal_tensors(a: Any, b: Any, rows: int = 1024) -> bool:
     """Whether two tensors hold the same values, compared some rows at a time."""
     if tuple(a.shape) != tuple(b.shape):
         return False

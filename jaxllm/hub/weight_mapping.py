@@ -74,8 +74,8 @@ class WeightTable:
         layer: prefix of the names of a block's tensors, after ``prefix``.
         block: entries of a block, with paths within the block and HF names within a layer.
         whole: entries outside of blocks, with whole names.
-        more_layers: True if files may have layers beyond the model's last, for multi-token prediction (MTP), which are
-            not used.
+        more_layers: True if files may have layers beyond the model's last, for multi-token prediction (MTP), which the
+            model does not use (``jaxllm.infer.speculate.mtp_module`` drafts with them).
     """
 
     prefix: str

@@ -112,6 +112,7 @@ class DecodeBenchmark:
             mesh=loaded.mesh,
             manifest=manifest,
             strict=True,
+            path=loaded.path,
         )
         self.ready = time.perf_counter() - start
 

@@ -169,6 +169,7 @@ class LLM:
                 layers=layers,
                 progress=tell,
                 reserved_bytes=reserved_bytes,
+                path=self.loaded.path,
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
         if over is not None or (layers == "auto" and has_unstacked_layers(held)):

@@ -202,17 +202,31 @@ class Block(nnx.Module):
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], AttentionContext]:
         """The residual stream after attention, the input of the feed-forward layer, and the attention context."""
-        pre, post = self.norms != "post", self.norms != "pre"
-        (h,) = materialized(_normed(self.attention_norm, x)) if pre else (x,)
-        with jax.named_scope("attention"):
-            attended, ctx = self.attention(h, positions, layer, ctx)
-        x = name_for_remat(x + (_normed(self.attention_out_norm, attended) if post else attended), "residual")
-        (h,) = materialized(_normed(self.mlp_norm, x)) if pre else (x,)
+        attended, ctx = self.attention_branch(x, positions, layer, ctx)
+        x = name_for_remat(x + attended, "residual")
+        (h,) = materialized(_normed(self.mlp_norm, x)) if self.norms != "post" else (x,)
         return x, h, ctx
 
     def add(self, x: Float[Array, "B S D"], out: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """The residual stream after the feed-forward layer, whose output is ``out``."""
         return row_major(x + (_normed(self.mlp_out_norm, out) if self.norms != "pre" else out))
+
+    def attention_branch(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """The attention layer's addition to the residual stream ``x``, and the attention context."""
+        (h,) = materialized(_normed(self.attention_norm, x)) if self.norms != "post" else (x,)
+        with jax.named_scope("attention"):
+            attended, ctx = self.attention(h, positions, layer, ctx)
+        return _normed(self.attention_out_norm, attended) if self.norms != "pre" else attended, ctx
+
+    def mlp_branch(
+        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+        """The feed-forward layer's addition to the residual stream ``x``, and the attention context."""
+        with jax.named_scope(self.scope):
+            out, ctx = self.mlp(_normed(self.mlp_norm, x) if self.norms != "post" else x, layer, ctx)
+        return _normed(self.mlp_out_norm, out) if self.norms != "pre" else out, ctx
 
 
 def _normed(norm: Norm, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

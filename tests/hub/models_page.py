@@ -65,9 +65,9 @@ scale is refused. Packed weights cannot be trained or exported.
 
 Multi-head latent attention runs in absorbed form where tokens attend to a cache. It runs in expanded form in training,
 and in steps in which all requests begin, if that takes fewer FLOPs (`MLAConfig.prefers_expanded`). Multi-token
-prediction layers (MTP) are kept for an export and not used. `jaxllm convert --upcycle E` makes a mixture of experts of
-a dense Llama, Mistral or Qwen3 whose first forward pass equals the dense model's. Hybrids with gated linear attention
-(Qwen3-Next) are not loaded, because there is no kernel for their layers yet.
+prediction layers (MTP) are kept for an export, and `--speculate mtp` drafts with them. `jaxllm convert --upcycle E`
+makes a mixture of experts of a dense Llama, Mistral or Qwen3 whose first forward pass equals the dense model's. Hybrids
+with gated linear attention (Qwen3-Next) are not loaded, because there is no kernel for their layers yet.
 
 """
 NOT_STORED = "The full counts are not stored yet; `make test` runs samples.\n"

@@ -425,10 +425,12 @@ def _gap(ranked: np.ndarray, count: int) -> float:
     return float((ranked[..., -count] - ranked[..., -count - 1]).min())
 
 
-def peer(family: str, seed: int) -> Peer:
-    """A random model of a family; the same for the same seed."""
+def peer(family: str, seed: int, **fields: Any) -> Peer:
+    """A random model of a family; the same for the same seed. ``fields``: of its configuration."""
     rng = np.random.default_rng([seed, *family.encode()])
     config = (FAMILIES | MIXTURES)[family](rng)
+    for name, value in fields.items():
+        setattr(config, name, value)
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     gemma = family.startswith("gemma")  # adds one to its gains, and multiplies its embeddings

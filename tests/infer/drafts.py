@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxllm.data.batch import Batch
-from jaxllm.infer.speculate.draft_head import DraftHead, new_head
+from jaxllm.infer.speculate.draft_head import KINDS, MODULE, DraftHead, new_head
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
 from jaxllm.models import functional
 from jaxllm.peft import AdapterConfig
@@ -38,6 +38,15 @@ def drawn_head(model: str, fusion: str, rng: np.random.Generator) -> DraftHead:
     whole, params = functional(engines.model_of(model, "float64")), engines.params_of(model, "float64")
     head = new_head(whole, params, fusion, np.float64)
     return DraftHead(fusion, jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), head.weights))
+
+
+def drawn_module(model: str, rng: np.random.Generator) -> DraftHead:
+    """A module for multi-token prediction, with random weights."""
+    head, config = drawn_head(model, "concat", rng), engines.model_of(model, "float64")
+    fusion = KINDS[MODULE].start(config.embed_dim)
+    norm = engines.params_of(model, "float64")["head"]["norm"]
+    own = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), {"fusion": fusion, "norm": norm})
+    return DraftHead(MODULE, head.weights | own)
 
 
 def learned_head(fusion: str, steps: int, seed: int) -> tuple[DraftHead, list[dict[str, float]]]:

@@ -19,6 +19,7 @@ from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_head import DraftHead
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.head_draft import HeadProposer
+from jaxllm.infer.speculate.layer_parallel_draft import LayerParallelProposer
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
 from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
@@ -178,6 +179,17 @@ def draft(engine: Engine, config: DecoderConfig, params: Any) -> DraftModelPropo
         patch.setattr(jax, "jit", quick.jit)
         draft = functional(replace(config, dtype=dtype, param_dtype=dtype))
         return DraftModelProposer(draft, params, _served(engine))
+
+
+def layer_parallel_draft(
+    engine: Engine, config: DecoderConfig, params: Any, parallel: int, devices: int = 1
+) -> LayerParallelProposer:
+    """Layers in parallel of a draft model for an engine, whose programs compile fast."""
+    dtype = str(jax.tree.leaves(params)[0].dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", quick.jit)
+        draft = functional(replace(config, dtype=dtype, param_dtype=dtype))
+        return LayerParallelProposer(draft, params, _served(engine), parallel, jax.devices()[:devices])
 
 
 def self_draft(engine: Engine, kept: int | TrainedDraft) -> SelfDraftProposer:

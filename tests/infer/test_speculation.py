@@ -17,6 +17,7 @@ from jaxllm.infer import LLM, EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.sequence import Request, Sequence
 from jaxllm.infer.speculate import draft_model
+from jaxllm.infer.speculate.draft_argument import load_draft, parse_draft
 from jaxllm.infer.speculate.draft_length import FADE, AdaptiveDraftLength, roofline_knee
 from jaxllm.infer.speculate.ngram import SHORTEST, NgramProposer
 from jaxllm.infer.speculate.proposer_table import with_speculation
@@ -70,10 +71,12 @@ def refuse(match: str, config: EngineConfig | None = None, **fields: Any) -> Non
 
 
 def test_what_is_not_legal_is_refused_before_the_model_is_loaded():
-    legal = r"ngram\[:N\], draft:MODEL, tree:MODEL,BUDGET, head:DIR, self:LAYERS"
+    legal = r"ngram\[:N\], draft:MODEL\[,parallel=N\]\[,devices=A-B\], tree:MODEL,BUDGET, head:DIR, mtp, self:LAYERS"
     refuse(rf"'ngramm': there is no proposer 'ngramm'; legal: {legal}", speculate="ngramm")
     refuse("'ngram:0': ngram:0; N is the length in tokens", speculate="ngram:0")
-    refuse("'draft:': draft: needs a model, such as draft:smollm2", speculate="draft:")
+    refuse("'draft:': draft:; give a draft model, such as draft:smollm2", speculate="draft:")
+    for options in ("parallel=0", "layers=2", "devices=x", "parallel=2,parallel=2"):
+        refuse(rf"draft:small,{options}; give a draft model", speculate=f"draft:small,{options}")
     refuse("'self:x': self:x; give the number of layers that the draft keeps", speculate="self:x")
     refuse("speculate_tokens = 0; give 1 or more", speculate="ngram", speculate_tokens=0)
     refuse("speculate_tokens = 3 without speculate", speculate_tokens=3)
@@ -122,7 +125,7 @@ def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
     draft_tokens.token_bytes = [*own.token_bytes[1:], own.token_bytes[0]]  # type: ignore[misc]
     served = draft_model.ServedModel(functional(config), None, EngineConfig(max_len=16), own, own.vocab_size)
     with pytest.raises(ValueError, match="the draft model small has another tokenizer than the served model of "):
-        draft_model.load_draft("small", served)
+        load_draft(parse_draft("small"), served)
     draft_tokens = own
     for fields, message in (
         ({"vocab_size": 100}, "the draft model has 100 tokens, the served one 272; give a draft with the same"),
@@ -131,7 +134,7 @@ def test_a_draft_with_another_tokenizer_is_refused(monkeypatch):
     ):
         config = tiny.decoder(dtype="float32", **{"vocab_size": 272} | fields)
         with pytest.raises(ValueError, match=message):
-            draft_model.load_draft("small", served)
+            load_draft(parse_draft("small"), served)
 
 
 def many(count: int, left: int = 50) -> list[Sequence]:

@@ -137,6 +137,24 @@ def test_over_replicas_and_split_heads(rng, float64):
     assert engines.error("wide", "float64", made) <= 1e-10
 
 
+@pytest.mark.drawn(0.3)
+def test_over_split_tokens(rng, float64):
+    """Over ``context``, where each device has some of a step's tokens: a tree may lie on both sides of the border."""
+    oracle = OracleTreeProposer("some", rng, engines.VOCAB)
+    config = sizes(preemption="recompute")
+    engine = meshes.over("context=2,tensor=2", "wide", config, "float64", proposer=oracle)
+    assert engine.runner._step(engine.runner.shape(12, False, True)).forward_model is engine.runner._split_model
+    requests = asked(rng, config, 3)
+    made = beside(engine, engine, requests, oracle)
+    assert engines.error("wide", "float64", made) <= 1e-10
+    proposer = engines.tree_draft(engine, engines.WIDE["wide"], engines.params_of("wide", "float64"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler, "proposer", proposer)
+        patch.setattr(engine, "metrics", EngineMetrics())
+        equal(engines.serve(engine, requests), made)
+        assert engine.metrics.accepted_tokens > 0.4 * engine.metrics.drafts, "the draft is the model itself"
+
+
 def test_masks_and_accepted_tokens(rng):
     """Of trees at random: hidden are the tokens of other branches; accepted is the longest branch that was sampled."""
     for count in (1, 7, 40):

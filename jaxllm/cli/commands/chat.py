@@ -65,8 +65,9 @@ def chat(argv: list[str]) -> int:
             mesh: device mesh, such as tensor=4; one device by default.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
-                trained layer over the model's features drafts, self:LAYERS what the model samples with so many of its
-                layers; the completion stays the same (docs/serve/speculation.md).
+                trained layer over the model's features drafts, mtp what the model's own module for multi-token
+                prediction drafts, self:LAYERS what the model samples with so many of its layers; the completion stays
+                the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,

@@ -175,6 +175,7 @@ class Engine:
         layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
         reserved_bytes: int = 0,
+        path: Path | None = None,
     ) -> Engine:
         """Builds an engine for a model and compiles its programs.
 
@@ -199,6 +200,7 @@ class Engine:
                 given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
             reserved_bytes: device memory that is left to side work.
+            path: directory or file that the model is from, for ``speculate = "mtp"``; None: unknown.
 
         Raises:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
@@ -228,7 +230,7 @@ class Engine:
         if config.speculate is not None:
             own = replace(config, layer_window=0)  # a draft model is on the device
             proposer = make_proposer(
-                ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background)
+                ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background, path)
             )
         reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
         may_choose = config.speculate is None and proposer is None and order is None and streamed is None

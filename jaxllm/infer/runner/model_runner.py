@@ -193,7 +193,8 @@ class ModelRunner:
         with self._on_mesh():
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
-            self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools)()))
+            there = self._sharding() if self.mesh is None else None  # on its own device, not on the default one
+            self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools, out_shardings=there)()))
             if config.draft_features:
                 features = self._abstract_pools()[-1].data
                 self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)

@@ -6,7 +6,8 @@ distribution of the next token. After the last known feature it goes on with its
 model's, and the layer begins as a copy of the model's last one.
 
 A fusion makes one vector of feature and embedding, a row of ``FUSIONS``. Both are first divided by their root mean
-square, since their sizes differ by orders of magnitude; the papers use them as they are.
+square, since their sizes differ by orders of magnitude; the papers use them as they are. ``MODULE`` is the fusion of
+the modules for multi-token prediction that some models are published with (``mtp_module``).
 
 Legend: B batch, S sequence, D embed.
 """
@@ -27,6 +28,7 @@ from jaxllm.hub.safetensors import open_file, write_file
 from jaxllm.infer.speculate.self_draft import with_layers
 from jaxllm.models import Functional
 from jaxllm.models.attention_context import AttentionContext
+from jaxllm.models.layers.norm import rms_normalize
 
 HEAD_FILE = "head.safetensors"
 """Name of the file of a draft head in its directory."""
@@ -39,21 +41,30 @@ class Fusion:
 
     Attributes:
         start: embed dim -> weights before training; with them the fusion is the mean of the two.
-        fuse: (weights, feature, embedding) -> their fusion.
+        fuse: (weights, feature, embedding, epsilon of the model's norms) -> their fusion.
+        is_module: the head has a final norm of its own and reads features after a final norm, the model's or its own;
+            it reads no token that has no token before it.
     """
 
     start: Callable[[int], dict[str, np.ndarray]]
-    fuse: Callable[[dict[str, Array], Array, Array], Array]
+    fuse: Callable[[dict[str, Array], Array, Array, float], Array]
+    is_module: bool = False
 
 
-def _concat(weights: dict[str, Array], feature: Array, embedded: Array) -> Array:
-    return jnp.concatenate([feature, embedded], axis=-1) @ weights["both"] + weights["bias"]
+def _concat(weights: dict[str, Array], feature: Array, embedded: Array, _: float) -> Array:
+    both = jnp.concatenate([normalised(feature), normalised(embedded)], axis=-1)
+    return both @ weights["both"] + weights["bias"]
 
 
-def _gated(weights: dict[str, Array], feature: Array, embedded: Array) -> Array:
-    feature, embedded = feature @ weights["feature"], embedded @ weights["embedding"]
+def _gated(weights: dict[str, Array], feature: Array, embedded: Array, _: float) -> Array:
+    feature, embedded = normalised(feature) @ weights["feature"], normalised(embedded) @ weights["embedding"]
     gate = jax.nn.sigmoid(jnp.concatenate([feature, embedded], axis=-1) @ weights["gate"] + weights["bias"])
     return gate * feature + (1 - gate) * embedded
+
+
+def _module(weights: dict[str, Array], feature: Array, embedded: Array, eps: float) -> Array:
+    parts = ((embedded, weights["embedding_norm"]), (feature, weights["feature_norm"]))
+    return jnp.concatenate([rms_normalize(x, gain, eps) for x, gain in parts], axis=-1) @ weights["both"]
 
 
 FUSIONS: dict[str, Fusion] = {
@@ -65,6 +76,17 @@ FUSIONS: dict[str, Fusion] = {
 }
 """Fusions by name. concat: a linear map of both, one after the other (EAGLE, section 3.1). gated: a gate for each
 element, between linear maps of the two, that depends on both (dynamic gating fusion of Dovetail, arXiv:2412.18934)."""
+MODULE = "mtp"
+KINDS = FUSIONS | {
+    MODULE: Fusion(
+        lambda d: {
+            "both": 0.5 * np.tile(np.eye(d), (2, 1)), "embedding_norm": np.ones(d), "feature_norm": np.ones(d)
+        },
+        _module,
+        is_module=True,
+    )
+}  # fmt: skip
+"""Fusions by name, those that no recipe trains too."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +94,18 @@ class DraftHead:
     """Draft head of a model.
 
     Attributes:
-        fusion: row of ``FUSIONS``.
-        weights: {"fusion": weights of the fusion, "segments": the layer's, as a model of one layer has them}.
+        fusion: row of ``FUSIONS``, or ``MODULE``.
+        weights: {"fusion": weights of the fusion, "segments": the layer's, as a model of one layer has them}; of a
+            ``MODULE`` also {"norm": its final norm's}.
     """
 
     fusion: str
     weights: Any
+
+    @property
+    def kind(self) -> Fusion:
+        """Its fusion."""
+        return KINDS[self.fusion]
 
 
 def head_model(model: Functional, params: Any) -> tuple[Functional, Any]:
@@ -122,14 +150,32 @@ def head_forward(
     Args:
         model: of ``head_model``.
         params: weights of the model that the head drafts for.
-        before: feature of the token before each; zeros where there is none.
+        before: feature of the token before each, as ``read_features`` gives it; zeros where there is none.
         tokens, positions, ctx: see ``Functional.forward``.
     """
     dtype = jnp.dtype(model.config.dtype)
     weights = jax.tree.map(lambda x: x.astype(dtype), head.weights["fusion"])
-    embedded = normalised(model.embed(params, tokens, positions))
-    fused = FUSIONS[head.fusion].fuse(weights, normalised(before.astype(dtype)), embedded)
+    embedded = model.embed(params, tokens, positions)
+    fused = head.kind.fuse(weights, before.astype(dtype), embedded, model.config.norm_eps)
     return model.blocks(params | {"segments": head.weights["segments"]}, fused, positions, ctx)
+
+
+def output_params(params: Any, head: DraftHead) -> Any:
+    """Weights with which ``Functional.head`` turns features of a draft head into logits.
+
+    Args:
+        params: weights of the model that the head drafts for.
+    """
+    return params | {"head": params["head"] | {"norm": head.weights["norm"]}} if head.kind.is_module else params
+
+
+def read_features(model: Functional, params: Any, head: DraftHead, features: Float[Array, "B S D"]) -> Array:
+    """Features as a draft head reads them: a module reads them after the final norm.
+
+    Args:
+        params: the model's weights for features of the model, those of ``output_params`` for the head's own.
+    """
+    return model.unembed(params, features)[0] if head.kind.is_module else features
 
 
 def normalised(x: Array) -> Array:
@@ -178,9 +224,11 @@ def check_head(head: DraftHead, model: Functional, params: Any) -> None:
     """
     smaller, _ = head_model(model, params)
     wanted = {
-        "fusion": jax.eval_shape(lambda: FUSIONS[head.fusion].start(model.config.embed_dim)),
+        "fusion": jax.eval_shape(lambda: head.kind.start(model.config.embed_dim)),
         "segments": smaller.abstract()["segments"],
     }
+    if head.kind.is_module:
+        wanted["norm"] = smaller.abstract()["head"]["norm"]
     want, got = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (wanted, head.weights))
     for path in dict.fromkeys([*want, *got]):
         shapes = [list(tree[path].shape) if path in tree else "nothing" for tree in (got, want)]

@@ -41,7 +41,7 @@ class ServedModel:
     """Model that an engine serves, and how, for proposers that run a model beside it.
 
     Attributes:
-        model, params, config, tokenizer, vocab_size, longest, mesh, manifest, strict, background: arguments of
+        model, params, config, tokenizer, vocab_size, longest, mesh, manifest, strict, background, path: arguments of
             ``Engine.of``, with the vocabulary's size settled.
     """
 
@@ -55,6 +55,7 @@ class ServedModel:
     manifest: Path | None = None
     strict: bool = False
     background: bool = False
+    path: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class DraftModelProposer:
         config = served.config
         self._masks = [model.config.vocab_size + number for number in range(min(masks, config.verify_tokens - 1))]
         max_len = choose_max_len(served.model.config, config.max_len, served.longest)
-        _check(model, served, max_len)
+        check_draft_model(model, served, max_len)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
         sizes = EngineConfig(
@@ -235,34 +236,17 @@ class DraftModelProposer:
         return _Step(shape, runner.run(shape, packed), rows, steps)
 
 
-def parse_model(text: str) -> str:
-    """Name of a draft model, from the text after ``draft:``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not text:
-        raise ValueError("draft: needs a model, such as draft:smollm2 or draft:runs/small.")
-    return text
-
-
-def load_draft(name: str, served: ServedModel) -> DraftModelProposer:
-    """Loads a draft model and makes its proposer.
-
-    Raises:
-        ValueError: see ``load_draft_model`` and ``DraftModelProposer``.
-    """
-    return DraftModelProposer(*load_draft_model(name, served), served)
-
-
-def load_draft_model(name: str, served: ServedModel) -> tuple[Functional, Any]:
+def load_draft_model(name: str, served: ServedModel, mesh: jax.sharding.Mesh | None = None) -> tuple[Functional, Any]:
     """Loads a draft model and its weights, in the served model's dtype unless it is a run's.
+
+    Args:
+        mesh: mesh to shard them over; None: the served model's.
 
     Raises:
         ValueError: its tokenizer is not the served model's.
     """
     is_run = (find_model(name) / "checkpoints").is_dir()
-    loaded = load_model(name, mesh=served.mesh, dtype=None if is_run else served.model.config.dtype)
+    loaded = load_model(name, mesh=mesh or served.mesh, dtype=None if is_run else served.model.config.dtype)
     own, theirs = loaded.tokenizer, served.tokenizer
     if theirs is None or own.token_bytes != theirs.token_bytes or own.special_names != theirs.special_names:
         sizes = "" if theirs is None else f" of {theirs.vocab_size} tokens, the draft's has {own.vocab_size}"
@@ -273,7 +257,7 @@ def load_draft_model(name: str, served: ServedModel) -> tuple[Functional, Any]:
     return loaded.model, loaded.params
 
 
-def _check(model: Functional, served: ServedModel, max_len: int) -> None:
+def check_draft_model(model: Functional, served: ServedModel, max_len: int) -> None:
     """Checks that a draft can propose for a served model, in sequences of ``max_len`` tokens.
 
     Raises:

@@ -8,9 +8,11 @@ from typing import Any
 
 from jaxllm.infer.engine.proposer import AnyProposer
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.speculate.draft_argument import load_draft, parse_draft
 from jaxllm.infer.speculate.draft_head import load_head
-from jaxllm.infer.speculate.draft_model import ServedModel, load_draft, parse_model
+from jaxllm.infer.speculate.draft_model import ServedModel
 from jaxllm.infer.speculate.head_draft import HeadProposer, with_features
+from jaxllm.infer.speculate.mtp_module import load_module_proposer, parse_nothing
 from jaxllm.infer.speculate.ngram import NgramProposer, parse_longest
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer, parse_kept
 from jaxllm.infer.speculate.tree_draft import load_tree_draft, parse_tree, with_trees
@@ -37,9 +39,10 @@ class ProposerKind:
 
 PROPOSERS: dict[str, ProposerKind] = {
     "ngram": ProposerKind("ngram[:N]", parse_longest, lambda longest, served: NgramProposer(longest)),
-    "draft": ProposerKind("draft:MODEL", parse_model, load_draft),
+    "draft": ProposerKind("draft:MODEL[,parallel=N][,devices=A-B]", parse_draft, load_draft),
     "tree": ProposerKind("tree:MODEL,BUDGET", parse_tree, load_tree_draft, with_trees, sets_tokens=True),
     "head": ProposerKind("head:DIR", load_head, HeadProposer, with_features),
+    "mtp": ProposerKind("mtp", parse_nothing, load_module_proposer, with_features),
     "self": ProposerKind("self:LAYERS|FILE", parse_kept, SelfDraftProposer),
 }
 """Proposers by name."""

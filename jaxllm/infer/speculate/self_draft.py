@@ -106,7 +106,7 @@ def with_layers(model: Functional, params: Any, layers: list[int]) -> tuple[Func
     smaller = replace(
         config, layers=len(layers), prefix=() if alike else tuple(blocks[:-1]), pattern=(blocks[-1],), remat="none"
     )
-    own, apart = [_layer(model, params, layer) for layer in layers], has_unstacked_layers(params)
+    own, apart = [layer_params(model, params, layer) for layer in layers], has_unstacked_layers(params)
     segments, first = {}, 0
     for number, (_, repeats) in enumerate(smaller.segments):
         some, first = [{"0": layer} for layer in own[first : first + repeats]], first + repeats
@@ -115,7 +115,7 @@ def with_layers(model: Functional, params: Any, layers: list[int]) -> tuple[Func
     return made, params | {"segments": segments}
 
 
-def _layer(model: Functional, params: Any, layer: int) -> Any:
+def layer_params(model: Functional, params: Any, layer: int) -> Any:
     """Weights of one layer."""
     for number, (group, repeats) in enumerate(model.config.segments):
         if layer < len(group) * repeats:

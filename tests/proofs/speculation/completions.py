@@ -18,13 +18,14 @@ from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer
 from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
 from tests.infer import engines
-from tests.infer.drafts import drawn_head, learned_head, trained_draft
+from tests.infer.drafts import drawn_head, drawn_module, learned_head, trained_draft
 from tests.infer.proposers import OracleProposer
 from tests.infer.test_verification import asked, equal
 from tests.proofs.harness import proof
 
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "layers apart")
-PROPOSERS = ("ngram", "draft", "tree", "head", "self", "trained")
+PROPOSERS = ("ngram", "draft", "parallel", "tree", "head", "mtp", "self", "trained")
+HEADS, SLOT_DRAFTS = ("head", "mtp"), ("head", "mtp", "parallel")
 FAMILIES = tuple(engines.MODELS | engines.MIXTURES)
 MOST = 3
 """Draft tokens."""
@@ -68,6 +69,8 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
         return NgramProposer(int(rng.integers(1, 5)))
     if name == "head":
         return engines.head_draft(engine, drawn_head(family, str(rng.choice([*FUSIONS])), rng))
+    if name == "mtp":
+        return engines.head_draft(engine, drawn_module(family, rng))
     if name == "self":
         layers = engines.model_of(family, "float64").layers
         return engines.self_draft(engine, int(rng.integers(1, layers)))
@@ -75,6 +78,9 @@ def proposer_of(name: str, engine: Engine, family: str, rng: np.random.Generator
         return engines.self_draft(engine, trained_draft(family, int(rng.integers(1, MOST)), rng))
     share, one, other = rng.choice([0.0, 0.1, 0.5]), *(engines.params_of(family, "float64", seed) for seed in (4, 5))
     params = jax.tree.map(lambda a, b: (1 - share) * a + share * b, one, other)
+    if name == "parallel":
+        config = engines.model_of(family, "float64")
+        return engines.layer_parallel_draft(engine, config, params, int(rng.integers(1, 4)))
     make = engines.tree_draft if name == "tree" else engines.draft
     return make(engine, engines.model_of(family, "float64"), params)
 
@@ -89,13 +95,13 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
     """
     rng = np.random.default_rng(seed)
     way, name, family = (str(rng.choice(some)) for some in (WAYS, PROPOSERS, FAMILIES))
-    if name == "head" and way == "tight, swap":  # which features do not go with
+    if name in HEADS and way == "tight, swap":  # which features do not go with
         way = "tight, recompute"
-    # Trees go with formats that encode a token by itself.
-    trees = name == "tree"
-    lossy = ("bfloat16", *(form for form in quantised_formats() if not (trees and kv_format(form).residual)))
+    # Trees and swapped pages go with formats that encode a token by itself.
+    trees, each = name == "tree", name == "tree" or way == "tight, swap"
+    lossy = ("bfloat16", *(form for form in quantised_formats() if not (each and kv_format(form).residual)))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
-    engine = build(way, family, kv_dtype=kv, draft_trees=trees, draft_features=name == "head")
+    engine = build(way, family, kv_dtype=kv, draft_trees=trees, draft_features=name in HEADS)
     requests = asked(rng, engine.config, 3)
     want = engines.serve(engine, requests)
     assert engine.metrics.drafts == 0
@@ -110,7 +116,7 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
         counts["proposed"] += engine.metrics.proposed_tokens
         counts["accepted"] += engine.metrics.accepted_tokens
     if name != "ngram":
-        own = proposer if name == "head" else proposer.runner
+        own = proposer if name in SLOT_DRAFTS else proposer.runner
         assert own.program_cache.counts.late == 0
         assert counts["proposed"] > 0
     assert engine.runner.program_cache is not None
@@ -125,10 +131,10 @@ DRAWS, ALLOWED = 6000, (3, 11, 20, 37)
 @proof("speculation", cases=PROPOSERS, sample=1, float64=True)
 def samples_have_the_exact_distribution(name: str) -> None:
     """Chi-square of the second and third token against the model's probabilities, and equality draw by draw."""
-    fields = {"draft_trees": name == "tree", "draft_features": name == "head"}
+    fields = {"draft_trees": name == "tree", "draft_features": name in HEADS}
     engine, rng = build("roomy", "llama", decode_steps=1, **fields), np.random.default_rng([*name.encode()])
     prompt, allowed = [5, 9, 5, 9, *ALLOWED, 5, 9], ALLOWED
-    if name in ("tree", "head"):  # which guess likely tokens
+    if name in ("tree", *HEADS):  # which guess likely tokens
         likeliest = np.argsort(engines.logprobs_of("llama", "float64", prompt)[-1])[-4:]
         allowed = tuple(sorted(likeliest.tolist()))
     requests = [
@@ -171,8 +177,8 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     """64 streams, cancelled, preempted and with weights replaced, under measured lengths: every page comes back."""
     rng = np.random.default_rng(seed)
     name, way = str(rng.choice(PROPOSERS)), str(rng.choice(["tight, recompute", "tight, swap"]))
-    way = "tight, recompute" if name == "head" else way
-    fields = {"draft_trees": name == "tree", "draft_features": name == "head"}
+    way = "tight, recompute" if name in HEADS else way
+    fields = {"draft_trees": name == "tree", "draft_features": name in HEADS}
     engine = engines.build(
         dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, **fields),
         proposer=OracleProposer("silent", rng, 1),
@@ -201,7 +207,7 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     assert all(pages.available == pages.count for pages in engine.scheduler.pages)
     runners: list[Any] = [engine.runner]
     if name != "ngram":
-        runners.append(proposer if name == "head" else proposer.runner)
+        runners.append(proposer if name in SLOT_DRAFTS else proposer.runner)
     assert all(one.program_cache is not None and one.program_cache.counts.late == 0 for one in runners)
     assert engine.metrics.drafts > 0
     return {"preemptions": float(engine.scheduler.preemptions)}
