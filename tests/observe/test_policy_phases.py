@@ -50,7 +50,7 @@ def test_the_queue_says_what_it_did_when(ahead):
         time.sleep(seconds)
 
     phases = []
-    with RolloutQueue(lambda: slowly(0.02), lambda step: slowly(0.05), ahead, 4, lambda: slowly(0.04)) as queue:
+    with RolloutQueue(lambda step: slowly(0.02), lambda step: slowly(0.05), ahead, 4, lambda: slowly(0.04)) as queue:
         for step in range(4):
             phases += queue.next(step).phases
     assert [one.step for one in phases if one.name == "rollout"] == [1, 2, 3, 4]

@@ -47,10 +47,11 @@ def test_a_run_is_the_same(tmp_path, kind, host):
     done = train(away)
     assert [step for step, *_ in losses(done.directory)] == [step for step, *_ in losses(plain.directory)]
     # In float64: `make proof optimizers ONLY=zo2_is_mezo_one_update_late`.
-    of_norm = 2e-3 if kind == "mezo" else 2e-6
+    # A small slope of MeZO has the rounding errors of a large one.
+    least = 1e-3 * max(norm for *_, norm in losses(plain.directory)) if kind == "mezo" else 0.0
     for (_, loss, norm), (_, other, other_norm) in zip(losses(done.directory), losses(plain.directory), strict=True):
         assert loss == pytest.approx(other, rel=2e-6)
-        assert norm == pytest.approx(other_norm, rel=of_norm)
+        assert norm == pytest.approx(other_norm, rel=2e-6, abs=least)
     assert done.evaluation
     assert plain.evaluation
     assert done.evaluation.nll == pytest.approx(plain.evaluation.nll, rel=2e-6)
