@@ -61,6 +61,11 @@ def train_policies_together(configs: Sequence[PolicyRunConfig]) -> tuple[TrainRe
                 "time; the engine's policies are adapters alone. Choose another algorithm, or train one policy after "
                 "the other."
             )
+        if config.rollout.updates > 1:
+            raise ConfigError(
+                f"{config.name}: rollout.updates = {config.rollout.updates}: several policies are updated once with "
+                "each batch, whose rollouts they sample together. Give 1, or train one policy after the other."
+            )
     configs = [with_algorithm(config) for config in configs]
     check_alike(configs)
     first = configs[0]
@@ -103,14 +108,14 @@ class RolloutsTogether:
             rank=config.adapter.rank
             * (2 if config.adapter.kind == "lora_ga" else 1),  # what it starts from, subtracted
         )
-        engine.engine.version = first
         logs = [feed.log_of(run, first) for feed, run in zip(self._feeds, runs, strict=True)]
         going: list[str] = []
 
-        def swap() -> None:
+        def swap(step: int) -> None:
             found = {name: own for name, own in zip(names, params(), strict=True) if own is not None}
             going[:] = found
-            engine.swap_adapters({name: adapter_of(config.adapter, jax.device_get(own)) for name, own in found.items()})
+            adapters = {name: adapter_of(config.adapter, jax.device_get(own)) for name, own in found.items()}
+            engine.swap_adapters(adapters, step + 1)
 
         def sample(step: int) -> dict[str | None, StepRollouts]:
             feeds = zip(names, self._feeds, strict=True)

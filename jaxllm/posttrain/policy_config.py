@@ -18,12 +18,12 @@ from sharding import MeshSpec
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Rollouts: completions that the policy samples before each of its updates.
+    """Rollouts: completions that the policy samples before it is updated.
 
     They are drawn from the model's own distribution, at temperature 1 without filters, as the loss assumes.
 
     Attributes:
-        prompts: prompts per step.
+        prompts: prompts of each batch of rollouts.
         group: completions of each prompt that an update uses.
         max_tokens: largest length of a completion in tokens; with an environment that of an episode, observations
             included.
@@ -31,8 +31,9 @@ class RolloutConfig:
         mesh: mesh to sample on, such as ``tensor=2``: the first devices of the run's; empty: the run's own mesh, if it
             has no stages.
         max_sequences: completions that the engine decodes at a time.
-        max_staleness: updates by which the weights that sample a step's rollouts are behind those that it updates. 0:
-            on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
+        updates: updates with each batch of rollouts, each a step of the run; from the second on ratios differ from 1.
+        max_staleness: batches of rollouts by which the weights that sample one are behind those that its first update
+            changes. 0: on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
         attempts: most times that prompts are drawn for one step where the algorithm replaces groups of equal rewards.
         reward_timeout: seconds that a reward function may take for one completion, and an environment for one turn; 0:
             any.
@@ -45,6 +46,7 @@ class RolloutConfig:
     max_turns: int = 8
     mesh: str = runtime_only("")
     max_sequences: int = runtime_only(32)
+    updates: int = 1
     max_staleness: int = 0
     attempts: int = 3
     reward_timeout: float = 60.0
@@ -52,7 +54,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         least = {"prompts": 1, "group": 1, "max_tokens": 1, "max_turns": 1, "max_sequences": 1, "attempts": 1}
-        least |= {"max_staleness": 0, "episodes": 0}
+        least |= {"updates": 1, "max_staleness": 0, "episodes": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"rollout.{name} = {getattr(self, name)}; give {value} or more.")

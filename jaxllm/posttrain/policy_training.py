@@ -2,6 +2,8 @@
 
     step n   swap the policy's weights into the engine -> rollouts -> rewards -> advantages -> packed batch -> update
 
+With ``rollout.updates = k`` the k - 1 steps that follow update once more with the same batch.
+
 The update is the training step of ``jaxllm.train`` with the policy objective; checkpoints, resume, metrics and reports
 are those of any run. What a step samples depends on the run's seed and the step alone, so that a resumed run gives the
 same curve.
@@ -31,7 +33,8 @@ from jaxllm.posttrain.episode_log import EPISODES, EpisodeLog
 from jaxllm.posttrain.gae import GaeConfig, with_values
 from jaxllm.posttrain.multi_turn import EpisodeSampler
 from jaxllm.posttrain.policy_config import PolicyRunConfig
-from jaxllm.posttrain.prompts import Prompt, PromptSource, load_prompts, prompt_source
+from jaxllm.posttrain.prompts import Prompt, PromptSource, blank_batch, load_prompts, prompt_source
+from jaxllm.posttrain.repeated_batch import RepeatedBatch
 from jaxllm.posttrain.rewards import Judgement, RewardError, find_rewards, judge
 from jaxllm.posttrain.rollout_batch import (
     Episode,
@@ -67,7 +70,7 @@ def train_policy(config: PolicyRunConfig) -> TrainResult:
     """
     config = with_algorithm(config)
     feed = RolloutFeed(config, open_policy_data(config))
-    return train(config, data=feed.dataset, feed=feed)
+    return train(config, also=(feed.repeated,) if config.rollout.updates > 1 else (), data=feed.dataset, feed=feed)
 
 
 def with_algorithm(config: PolicyRunConfig) -> PolicyRunConfig:
@@ -161,6 +164,9 @@ class RolloutFeed:
         )  # fmt: skip
         # A cached property serves a protocol's property; the type checker does not see it.
         self.dataset = Dataset(config.data, source, None, tokenizer, data.summary)  # pyright: ignore[reportArgumentType]
+        self.repeated = RepeatedBatch(
+            blank_batch(config.data.batch_size, config.data.seq_len, self.algorithm.has_values)
+        )
         self._metrics: dict[int, dict[str, float]] = {}
         self.engine: RolloutEngine | None = None
 
@@ -179,18 +185,19 @@ class RolloutFeed:
         self.engine = engine = RolloutEngine(
             model, weights, self.tokenizer, mesh, self.longest, self.config.rollout.max_sequences
         )
-        engine.engine.version = first  # versions of weights are numbers of steps, also after a resume
         log, timeline = self.log_of(run, first), timeline_of(run)
 
-        def swap() -> None:
+        updates = self.config.rollout.updates
+
+        def swap(number: int) -> None:
             with jax.set_mesh(run.mesh):
-                engine.swap(merge(params()))
+                engine.swap(merge(params()), number * updates + 1)
 
         def updated() -> None:
             jax.block_until_ready(params())
 
-        ahead, last = self.config.rollout.max_staleness, self.config.steps
-        with RolloutQueue(swap, lambda step: engine.run(self.rollouts(step)), ahead, last, updated) as queue:
+        ahead, last = self.config.rollout.max_staleness, -(-self.config.steps // updates)
+        with RolloutQueue(swap, lambda number: engine.run(self.rollouts(number)), ahead, last, updated) as queue:
             yield self._each(run, first, queue, log, timeline, params)
 
     def _each(
@@ -204,11 +211,14 @@ class RolloutFeed:
     ) -> Iterator[tuple[int, Any]]:
         value = value_function(run) if self.algorithm.has_values else None
         for step in itertools.count(first):
-            found = queue.next(step)
-            rollouts: StepRollouts = found.batch
-            if value is not None:
-                rollouts = valued(rollouts, value(params(), rollouts.packed.batch), self.config.gae)
-            yield step, run.put_batch(self.logged(step, rollouts, found, log, timeline))
+            number, update = divmod(step, self.config.rollout.updates)
+            if update == 0:
+                found = queue.next(number)
+                rollouts: StepRollouts = found.batch
+                if value is not None:
+                    rollouts = valued(rollouts, value(params(), rollouts.packed.batch), self.config.gae)
+                self.repeated.batch = self.logged(step, rollouts, found, log, timeline)
+            yield step, run.put_batch(self.repeated.batch)
 
     @property
     def longest(self) -> int:
@@ -237,8 +247,11 @@ class RolloutFeed:
         """Metrics of the rollouts of step ``step``, counted from 1; given out once."""
         return self._metrics.pop(step, {})
 
-    def rollouts(self, step: int) -> Sampling[StepRollouts]:
-        """Samples and judges the rollouts of a step, and packs them.
+    def rollouts(self, number: int) -> Sampling[StepRollouts]:
+        """Samples and judges a batch of rollouts, and packs them.
+
+        Args:
+            number: of the batch, from 0; that of its step where each has one update.
 
         Raises:
             RewardError: most completions have no reward.
@@ -248,7 +261,7 @@ class RolloutFeed:
         dropped, seen = 0, []
         attempts = self.source.attempts
         for attempt in range(attempts):
-            found = yield from self._groups(step, attempt)
+            found = yield from self._groups(number, attempt)
             seen += [one for group in found for one in group]
             informative = [group for group in found if is_informative(group)]
             if not self.algorithm.dynamic:
@@ -258,6 +271,7 @@ class RolloutFeed:
             groups = (groups + informative)[: rollout.prompts]
             if len(groups) == rollout.prompts:
                 break
+        step = number * rollout.updates
         self._check_failures(step, seen)
         if groups:
             groups = with_advantages(groups, self.algorithm)
@@ -271,10 +285,10 @@ class RolloutFeed:
         packed = rollout_batch(episodes, self.algorithm, data.batch_size, data.seq_len, largest)
         return StepRollouts(packed, groups, metrics)
 
-    def _groups(self, step: int, attempt: int) -> Sampling[list[list[Episode]]]:
-        """Episodes of the prompts of one attempt at a step."""
-        rollout, seed = self.config.rollout, derived_seed(self.config.seed, step, attempt)
-        prompts: list[Prompt] = self.source.prompts_at(step, attempt)
+    def _groups(self, number: int, attempt: int) -> Sampling[list[list[Episode]]]:
+        """Episodes of the prompts of one attempt at a batch."""
+        rollout, seed = self.config.rollout, derived_seed(self.config.seed, number, attempt)
+        prompts: list[Prompt] = self.source.prompts_at(number, attempt)
         count = rollout.group * self.algorithm.oversample
         rollouts: list[list[Rollout]]
         if self.episodes is None:

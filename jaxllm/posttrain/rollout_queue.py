@@ -38,7 +38,8 @@ class RolloutQueue:
     """Queue of batches of rollouts.
 
     Args:
-        swap: gives the engine the current weights; called when no rollouts are being sampled.
+        swap: gives the engine the current weights, before the batch of a step; called when no rollouts are being
+            sampled.
         sample: ``step -> batch``; runs in a thread if ``ahead``.
         ahead: steps by which batches are sampled ahead, the bound on their staleness; 0: on-policy.
         last: number of steps of the run; nothing is sampled for later ones.
@@ -47,7 +48,7 @@ class RolloutQueue:
 
     def __init__(
         self,
-        swap: Callable[[], None],
+        swap: Callable[[int], None],
         sample: Callable[[int], Any],
         ahead: int,
         last: int,
@@ -82,7 +83,7 @@ class RolloutQueue:
         if self._thread is not None and self._queued:
             self._queued[-1].result()  # the weights change between two batches, never within one
         swapping = now()
-        self._swap()
+        self._swap(step)
         swapped = now()
         if self._thread is None:
             batch, rollout = self._timed(step)

@@ -115,14 +115,15 @@ class RolloutEngine:
         kept = cache_root("") / "engine"
         self.engine = Engine.of(model, params, sizes, tokenizer=tokenizer, mesh=mesh, manifest=kept, strict=True)
 
-    def swap(self, params: Any) -> None:
-        """Replaces the weights; nothing is compiled."""
+    def swap(self, params: Any, version: int) -> None:
+        """Replaces the weights by those that sample for step ``version``, counted from 1; nothing is compiled."""
         self.engine.swap(params)
+        self.engine.version = version
 
-    def swap_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+    def swap_adapters(self, adapters: Mapping[str, Adapter], version: int) -> None:
         """Replaces the adapters of policies, by name; the weights stay, and nothing is compiled."""
         self.engine.swap(adapter=adapters)
-        self.engine.version += 1
+        self.engine.version = version
 
     def run(self, sampling: Sampling[Found]) -> Found:
         """Result of a policy's sampling, with the weights as they are."""

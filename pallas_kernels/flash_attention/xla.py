@@ -202,7 +202,7 @@ def _backward(
     delta, d_out = _group(delta, k.shape[1]), _group(d_out, k.shape[1])
     # A row that has seen nothing has a logsumexp of minus infinity, whose incoming gradient may be nan.
     delta = jnp.where(lse == -_mask_value(dtype), 0.0, delta)
-    d_k, d_v = jnp.zeros_like(k.mT, dtype), jnp.zeros_like(v.mT, dtype)
+    d_k, d_v = (_zeros_like(x.mT, dtype) for x in (k, v))
     d_qs = []
     for band in _bands(q.shape[3], k.shape[2], mask, options.window):
         parts = [band.of(x) for x in (q, d_out, lse, delta)]
@@ -324,6 +324,16 @@ def _slice(x: Array, start: int | Array, size: int, axis: int) -> Array:
     if isinstance(start, int):
         return jax.lax.slice_in_dim(x, start, start + size, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=axis)
+
+
+def _zeros_like(x: Array, dtype: Any) -> Array:
+    """Zeros on the mesh of ``x``, which need not be the current one.
+
+    ``jnp.zeros_like`` takes the mesh from the context. Since jax 0.12 an array of no mesh cannot be updated with one of
+    a mesh, so gradients of parameters on a mesh could be taken within ``jax.set_mesh`` only. The compiler folds this
+    select.
+    """
+    return jnp.where(False, x, 0.0).astype(dtype)
 
 
 def _add(total: Array, part: Array, start: int | Array) -> Array:

@@ -186,6 +186,16 @@ def test_residuals_are_what_a_checkpoint_keeps(rng, float64):
 
 
 @implementations
+def test_the_mesh_of_arrays_need_not_be_current(implementation, rng, float64):
+    """Gradients of arrays on a mesh, outside of ``jax.set_mesh``: those without a mesh."""
+    inputs, _ = draw(rng, Case(2, 7, 7, 4, 2, 4))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    placed = [jax.device_put(x, jax.NamedSharding(mesh, P("data"))) for x in inputs]
+    got, want = (jax.device_get(forward_and_vjp(implementation, x, {})) for x in (placed, inputs))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@implementations
 def test_inside_shard_map_with_shared_keys(implementation, rng, float64):
     """Queries vary over both mesh axes, keys and values over one: their gradients are summed over the other."""
     (q, k, v, d_out), _ = draw(rng, Case(2, 7, 7, 8, 1, 4))

@@ -87,6 +87,9 @@ def test_what_does_not_go_together_is_refused(base: Path, tmp_path: Path) -> Non
     wider = dataclasses.replace(two, rollout=dataclasses.replace(two.rollout, group=5))
     with pytest.raises(ConfigError, match=r"differ in rollout.group: 4 -> 5"):
         train_policies_together([one, wider])
+    twice = dataclasses.replace(one, rollout=dataclasses.replace(one.rollout, updates=2))
+    with pytest.raises(ConfigError, match=r"rollout.updates = 2: several policies are updated once"):
+        train_policies_together([one, twice])
     with pytest.raises(RewardError, match=r"two: step 1: .*raises raised KeyError"):
         train_policies_together([one, dataclasses.replace(two, rewards=(f"{HERE}raises",))])
 

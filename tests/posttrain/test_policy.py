@@ -216,7 +216,7 @@ def test_rollouts_are_never_staler_than_the_bound(ahead):
     """Each batch is sampled once, in order, with weights that are at most so many steps behind; a failure is raised."""
     version, sampled = 0, []
 
-    def swap() -> None:
+    def swap(step: int) -> None:
         nonlocal version
         version += 1
 
