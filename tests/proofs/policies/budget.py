@@ -1,15 +1,19 @@
-"""Remat solver: memory budgets, measured by the TPU compiler; random costs and budgets with the host's memory."""
+"""Remat solver under memory budgets of the device and of its host, measured by the TPU compiler."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
-from jaxllm.plan.remat_solver import StepBytes, solve
+from jaxllm.models.remat import policies_by_layer
+from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.remat_solver import HOSTED, HostTier, StepBytes, solve
 from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import compile_for
+from sharding import MeshSpec
 from tests.plan.test_host_tier import fastest_is_found
 from tests.proofs.harness import proof
 
@@ -62,3 +66,37 @@ def placements_are_the_fastest(seed: int) -> float:
     budgets and links, for models of one kind of layer and of two.
     """
     return fastest_is_found(seed)
+
+
+@proof(
+    "policies",
+    cases=[(-0.2, 1.0), (-0.2, 0.6), (0.3, 0.3), (0.6, 0.3)],
+    sample=1,
+    bound={"over the budget": 0.0, "left": 0.05, "time over the best named": 0.0},
+)
+def solver_with_a_host(case: tuple[float, float]) -> dict[str, float]:
+    """Budgets below the memory of "full" and above, and a part of what all layers would take of the host.
+
+    Both budgets are kept, the device's is used up to 5% where a layer computes anything again, and no policy for all
+    layers that fits is faster by the model of time.
+    """
+    share, of_host = case
+    least, most = measure("full").device, measure("elementwise").device
+    budget, limit = round(least + share * (most - least)), round(of_host * measure("offload").host)
+    host = HostTier.of(config(), Cluster.parse(ON), MeshSpec.parse(config().mesh), limit)
+    solved = solve(config(), budget, measure, host)
+
+    def seconds(one: Any) -> float:
+        return one.flops * host.seconds_per_flop + one.exposed
+
+    layers = policies_by_layer(solved.remat, config().model.segments)
+    assert any(name in HOSTED for name in layers), solved.remat
+    fits = [seconds(one) for one in solved.named.values() if one.bytes <= budget and one.host <= limit]
+    left = 0.0 if all(name == "offload" for name in layers) else 1 - solved.bytes / budget
+    shares = solved.bytes / budget, solved.chosen.host / limit
+    print(f"{case}: {solved.remat}, {shares[0]:.3f} of the device, {shares[1]:.3f} of the host")
+    return {
+        "over the budget": max(0.0, solved.bytes / budget - 1, solved.chosen.host / limit - 1),
+        "left": left,
+        "time over the best named": max([0.0, *(seconds(solved.chosen) / one - 1 for one in fits)]),
+    }
