@@ -14,19 +14,15 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
-
-import numpy as np
 
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.infer import EngineConfig
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.placement_fit import ModelBytes, predict
-from jaxllm.infer.streaming.tier_benchmark import measure_tiers
+from jaxllm.infer.streaming.tier_benchmark import decode_step_seconds, measure_tiers
 
 PROMPT, STEPS = 32, 16
 
@@ -51,21 +47,7 @@ class StreamedDecoding:
 
     def tokens_per_second(self) -> float:
         """Measured decoding of random prompts: the median of some steps."""
-        engine, rng = self.engine, np.random.default_rng(0)
-        params = SamplingParams(max_tokens=3 * STEPS - 1, temperature=0.0, ignore_eos=True)
-        requests = [engine.submit(rng.integers(0, engine.vocab_size, PROMPT), params) for _ in range(self.batch)]
-        while any(len(request.sequences[0].tokens) == PROMPT for request in requests):
-            engine.step()
-        seconds = []
-        for _ in range(STEPS):
-            begin = time.perf_counter()
-            engine.step()
-            seconds.append(time.perf_counter() - begin)
-        for request in requests:
-            engine.cancel(request)
-        while engine.busy:
-            engine.step()
-        return self.batch / statistics.median(seconds)
+        return self.batch / decode_step_seconds(self.engine, self.batch, PROMPT, STEPS)
 
 
 def main(argv: list[str] | None = None) -> int:

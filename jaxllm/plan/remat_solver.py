@@ -4,7 +4,7 @@ A policy says what becomes of the values of a layer between the passes, so the n
 determines for how many layers each value is retained: a few integers per segment of the model instead of a choice for
 every value of every layer. This is a small integer program, minimal time under a memory bound, as Moccasin states
 rematerialisation with retention intervals (arXiv:2304.14463, section 2), with ProTrain's third choice for a block,
-which is to move its activations to the host (arXiv:2406.08334, section 4.2). Copies cost what the passes beside them do
+which is to move its activations to the host (arXiv:2406.08334). Copies cost what the passes beside them do
 not hide. Sizes are measured by the compiler: the step is compiled with each named policy for all layers, then with the
 solution; the difference between the solution's program and the sum of its parts corrects the bounds for another try.
 """

@@ -105,7 +105,7 @@ def test_contamination(rng):
 
 def test_the_wording_of_all_items_is_no_contamination(rng):
     wording = sentence(rng, 20)
-    items = [f"{wording} {sentence(rng, 15)}" for _ in range(10)]
+    items = [f"{wording} own{number} {sentence(rng, 15)}" for number in range(10)]
     assert not find_contamination([f"{wording} {sentence(rng, 50)}"], items).found
     assert list(find_contamination([items[2]], items).found) == [2]
     with pytest.raises(ValueError, match="no items"):

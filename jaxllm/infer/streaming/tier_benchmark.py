@@ -94,9 +94,9 @@ def measure_tiers(
         tell(f"computing, round {number + 1} of {ROUNDS}")
         for batch in batches:
             runner.units = units
-            whole[batch] = min(whole[batch], _step_seconds(engine, batch, prompt, steps))
+            whole[batch] = min(whole[batch], decode_step_seconds(engine, batch, prompt, steps))
             runner.units = []
-            ends[batch] = min(ends[batch], _step_seconds(engine, batch, prompt, steps))
+            ends[batch] = min(ends[batch], decode_step_seconds(engine, batch, prompt, steps))
     runner.units = units
     of_layers = [max(whole[batch] - ends[batch], 1e-9) for batch in batches]
     host_device, device = jax.devices("cpu")[0], runner.window.device
@@ -115,7 +115,7 @@ def measure_tiers(
         cold = _cold_rate(files, some, loaders)
         tell("computing while files are read")
         reader = _Readers(files, some, loaders)
-        contended = _step_seconds(engine, batches[-1], prompt, steps) - ends[batches[-1]]
+        contended = decode_step_seconds(engine, batches[-1], prompt, steps) - ends[batches[-1]]
         beside = reader.stop()
     runner.close()
     disk = max(disk, thread)
@@ -150,8 +150,15 @@ def measure_disk(directory: Path) -> float:
         return DISK_SAMPLE / (time.perf_counter() - begin)
 
 
-def _step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> float:
-    """Median seconds of a step that decodes a batch."""
+def decode_step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> float:
+    """Median seconds of a step that decodes a batch of random prompts.
+
+    Args:
+        engine: of which nothing runs; sequences may have ``prompt + 3 * steps`` tokens.
+        batch: sequences.
+        prompt: tokens of each.
+        steps: steps that are timed.
+    """
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=3 * steps - 1, temperature=0.0, ignore_eos=True)
     requests = [engine.submit(rng.integers(0, engine.vocab_size, prompt), params) for _ in range(batch)]
