@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -189,11 +190,11 @@ def test_leading_singular_vectors() -> None:
     assert whole.shape == (2, 90, 60)
 
 
-@pytest.mark.parametrize("group", [2, 4, 8, 16])
-def test_shifted_groups_are_a_mask(group: int) -> None:
+@pytest.mark.parametrize(("group", "n", "k"), [(2, 4, 2), (4, 4, 2), (8, 4, 2), (16, 4, 2), (4, 9, 3), (8, 3, 3)])
+def test_shifted_groups_are_a_mask(group: int, n: int, k: int) -> None:
     """Attention with grouped and shifted heads, less that of dense scores with the mask written out; also its FLOPs."""
     rng = np.random.default_rng(3)
-    b, s, n, k, h = 2, 16, 4, 2, 8
+    b, s, h = 2, 16, 8
     q, key, v = (jnp.asarray(rng.normal(size=(b, s, heads, h))) for heads in (n, k, k))
     segments = jnp.asarray([[1] * 5 + [2] * 11, [1] * 16])
     params, places = AttentionParams(0.3), jnp.zeros((b, s), int)
@@ -204,12 +205,24 @@ def test_shifted_groups_are_a_mask(group: int) -> None:
         ids = (np.arange(s) + (head % 2) * group // 2) // group
         seen = (j <= i) & (ids[:, None] == ids)
         mask = seen & (np.asarray(segments)[:, :, None] == np.asarray(segments)[:, None])
-        scores = np.where(mask, 0.3 * np.einsum("bih,bjh->bij", q[:, :, head], key[:, :, head // 2]), -np.inf)
+        scores = np.where(mask, 0.3 * np.einsum("bih,bjh->bij", q[:, :, head], key[:, :, head * k // n]), -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        want = (weights / weights.sum(-1, keepdims=True)) @ np.asarray(v[:, :, head // 2])
+        want = (weights / weights.sum(-1, keepdims=True)) @ np.asarray(v[:, :, head * k // n])
         np.testing.assert_allclose(attend(q, key, v)[:, :, head], want, rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match=r"legal adapter\.group"):
         ShiftedGroups(None, "contiguous", 3).attend(jnp.int32(0), q, key, v, places, params)
+
+
+def test_heads_that_alternate_otherwise_on_each_device_are_refused() -> None:
+    """Heads 0 to 5 over two devices would have 1 and 4 shifted, where one device has 1, 3 and 5."""
+    mesh = MeshSpec.parse("tensor=2").build(jax.devices()[:2])
+    q, params, places = jnp.ones((1, 8, 6, 4)), AttentionParams(0.3), jnp.zeros((1, 8), int)
+    for heads, legal in ((q, False), (q[:, :, :4], True)):
+        attend = lambda x: ShiftedGroups(None, "contiguous", 4).attend(jnp.int32(0), x, x, x, places, params)[0]  # noqa: E731
+        with jax.set_mesh(mesh), contextlib.nullcontext() if legal else pytest.raises(ValueError, match="3 of 6 heads"):
+            jax.jit(attend)(heads)
+    with pytest.raises(ValueError, match="1 of 1 heads"):
+        attend(q[:, :, :1])
 
 
 def test_flops_of_shifted_groups_fall_with_the_group() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 import sharding
@@ -66,9 +67,10 @@ class ShiftedGroups:
         """Causal attention within each group and segment; odd heads have shifted groups.
 
         Raises:
-            ValueError: groups do not divide the sequence, or a device has an odd number of heads.
+            ValueError: groups do not divide the sequence; there is one head, or heads are split over devices and each has
+                an odd number of them.
         """
-        length = q.shape[1]
+        length, all_heads = q.shape[1:3]
         size = self.group or length // SHARE
         if size < 2 or size % 2 or length % size:
             legal = [n for n in range(2, length + 1, 2) if length % n == 0]
@@ -81,9 +83,11 @@ class ShiftedGroups:
             q: Array, k: Array, v: Array, segments: Array | None, kv_segments: Array | None, sinks: Array | None
         ) -> Array:
             heads = q.shape[2]
-            if heads % 2:
+            # Where heads are split, a device with an odd number of them would shift other heads than one device does.
+            if heads < 2 or (heads % 2 and heads != all_heads):
                 raise ValueError(
-                    f"longlora: a device has {heads} heads, of which half are shifted; give it an even number."
+                    f"longlora: a device has {heads} of {all_heads} heads, of which every other one is shifted; give "
+                    "each device an even number."
                 )
             k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
             segments = jnp.ones(q.shape[:2], jnp.int32) if segments is None else segments
@@ -100,7 +104,10 @@ class ShiftedGroups:
                     **rule,
                 )
                 halves.append(_ungrouped(out, q.shape[0], length, shifted * size // 2))
-            return jnp.stack(halves, axis=3).reshape(*q.shape[:3], v.shape[-1])
+            if heads % 2 == 0:
+                return jnp.stack(halves, axis=3).reshape(*q.shape[:3], v.shape[-1])
+            order = np.argsort(np.r_[0:heads:2, 1:heads:2])
+            return jnp.concatenate(halves, axis=2)[:, :, order]
 
         axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES, SINK_AXES)
         attend = sharding.shard_map(local, axes, Q_AXES)
