@@ -203,6 +203,17 @@ class Functional:
         with sharding.use_rules(self.rules):
             return jax.tree.map(one, self.declared(), params)
 
+    def in_compute_dtype(self, params: Params) -> Params:
+        """Parameters for forward passes alone: matrices and embeddings in compute dtype, to which each forward pass
+        casts them before it uses them, so that its results stay the same. Routers, gains and biases are used in a wider
+        dtype and keep theirs.
+        """
+
+        def one(leaf: DeclaredParam, value: Array) -> Array:
+            return value.astype(self.config.dtype) if role_of(leaf.param) in ("matrix", "embedding") else value
+
+        return jax.tree.map(one, self.declared(), params)
+
     def declared(self) -> Params:
         """Parameter tree of declarations, each with the dimensions it is stacked over."""
 

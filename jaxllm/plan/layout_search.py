@@ -180,7 +180,9 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
     """Candidate meshes over the axes that can help this run, in a fixed order."""
     devices = cluster.devices
     neighbours = cluster.topology.shape[-1] if cluster.topology.platform == "gpu" else 16
-    names = ["data", "stage", "fsdp"]
+    engine = run.engine_beside
+    # An engine on the run's own mesh does not serve over stages.
+    names = ["data", "fsdp"] if engine is not None and not engine.mesh else ["data", "stage", "fsdp"]
     if run.data.seq_len >= LONG_ROW:
         names.append("context")
     if is_mixture(run):
@@ -189,7 +191,7 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
     outside = cluster.topology.slices
     for sizes in factorings(devices, len(names)):
         size = dict(zip(names, sizes, strict=True))
-        if size["tensor"] > neighbours or size["stage"] > min(64, run.model.layers):
+        if size["tensor"] > neighbours or size.get("stage", 1) > min(64, run.model.layers):
             continue
         if is_mixture(run) and size["expert"] * size["tensor"] > devices:
             continue

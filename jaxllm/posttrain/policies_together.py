@@ -104,6 +104,7 @@ class RolloutsTogether:
             rollout_mesh(config.rollout.mesh, mesh),
             max(feed.longest for feed in self._feeds),
             config.rollout.max_sequences,
+            batched_tokens=config.rollout.max_batched_tokens,
             adapters=len(runs),
             rank=config.adapter.rank
             * (2 if config.adapter.kind == "lora_ga" else 1),  # what it starts from, subtracted

@@ -11,7 +11,7 @@ from jaxllm.posttrain.algorithms import ALGORITHMS, find_algorithm
 from jaxllm.posttrain.environments.environment_table import find_environment
 from jaxllm.posttrain.gae import GaeConfig
 from jaxllm.posttrain.rewards import find_rewards
-from jaxllm.train.config import RunConfig
+from jaxllm.train.config import EngineBeside, RunConfig
 from jaxllm.train.step.objective import ObjectiveConfig
 from sharding import MeshSpec
 
@@ -30,7 +30,8 @@ class RolloutConfig:
         max_turns: with an environment: most turns of the policy in an episode.
         mesh: mesh to sample on, such as ``tensor=2``: the first devices of the run's; empty: the run's own mesh, if it
             has no stages.
-        max_sequences: completions that the engine decodes at a time.
+        max_sequences: completions that the engine decodes at a time, on each replica of a mesh.
+        max_batched_tokens: tokens of an engine's step at most, prompts included; 0: as many as sequences, at least 64.
         updates: updates with each batch of rollouts, each a step of the run; from the second on ratios differ from 1.
         max_staleness: batches of rollouts by which the weights that sample one are behind those that its first update
             changes. 0: on-policy. Otherwise rollouts are sampled in a thread while the training step runs.
@@ -46,6 +47,7 @@ class RolloutConfig:
     max_turns: int = 8
     mesh: str = runtime_only("")
     max_sequences: int = runtime_only(32)
+    max_batched_tokens: int = runtime_only(0)
     updates: int = 1
     max_staleness: int = 0
     attempts: int = 3
@@ -54,10 +56,15 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         least = {"prompts": 1, "group": 1, "max_tokens": 1, "max_turns": 1, "max_sequences": 1, "attempts": 1}
-        least |= {"updates": 1, "max_staleness": 0, "episodes": 0}
+        least |= {"updates": 1, "max_staleness": 0, "episodes": 0, "max_batched_tokens": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"rollout.{name} = {getattr(self, name)}; give {value} or more.")
+        if 0 < self.max_batched_tokens < self.max_sequences:
+            raise ValueError(
+                f"rollout.max_batched_tokens = {self.max_batched_tokens}, and each of rollout.max_sequences = "
+                f"{self.max_sequences} decodes a token in a step; give as many or more, or 0 for the default."
+            )
         if self.reward_timeout < 0:
             raise ValueError(f"rollout.reward_timeout = {self.reward_timeout}; give seconds, or 0 for any time.")
 
@@ -128,6 +135,12 @@ class PolicyRunConfig(RunConfig):
                 f"rollout.max_tokens = {rollout.max_tokens} leaves no room for a prompt in rows of data.seq_len = "
                 f"{data.seq_len}; give fewer, or longer rows."
             )
+
+    @property
+    def engine_beside(self) -> EngineBeside:
+        """The engine that samples rollouts: a prompt and its completion are at most a row and the token after it."""
+        rollout = self.rollout
+        return EngineBeside(rollout.mesh, rollout.max_sequences, self.data.seq_len + 2)
 
     @property
     def completions(self) -> int:

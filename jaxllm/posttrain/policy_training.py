@@ -24,6 +24,7 @@ import numpy as np
 from jaxllm.config import ConfigError
 from jaxllm.data import Batch, Dataset
 from jaxllm.data.loader import resolve_tokenizer
+from jaxllm.models import Functional
 from jaxllm.models.value_head import without_value_head
 from jaxllm.observe.policy_phases import TIMELINE, PhaseLog
 from jaxllm.peft.adapted_model import merge_adapters
@@ -174,17 +175,20 @@ class RolloutFeed:
     def batches(self, run: Run, first: int, params: Callable[[], Any]) -> Iterator[Iterator[tuple[int, Any]]]:
         """Context manager with an iterator over (step, batch on the devices), from step ``first`` on."""
         model = base_model(self.config)
-        merged = jax.jit(lambda params: merge_adapters(run.model, params)) if self.config.adapter else lambda x: x
+        same = not self.config.adapter and model.config.dtype == model.config.param_dtype
+        served = (lambda params: params) if same else jax.jit(weights_to_serve(self.config, run.model))
 
         def merge(params: Any) -> Any:
-            return merged(without_value_head(params))
+            return served(without_value_head(params))
 
         mesh = rollout_mesh(self.config.rollout.mesh, run.mesh)
         with jax.set_mesh(run.mesh):
             weights = merge(params())
+        rollout = self.config.rollout
         self.engine = engine = RolloutEngine(
-            model, weights, self.tokenizer, mesh, self.longest, self.config.rollout.max_sequences
-        )
+            model, weights, self.tokenizer, mesh, self.longest, rollout.max_sequences,
+            batched_tokens=rollout.max_batched_tokens,
+        )  # fmt: skip
         log, timeline = self.log_of(run, first), timeline_of(run)
 
         updates = self.config.rollout.updates
@@ -325,6 +329,17 @@ class RolloutFeed:
                 f"{one.rollout.text[:200]!r}. Mend the reward function and start again: the run resumes from its last "
                 "checkpoint."
             )
+
+
+def weights_to_serve(config: PolicyRunConfig, model: Functional) -> Callable[[Any], Any]:
+    """Function from the run's parameters to the engine's weights: adapters merged, matrices in compute dtype.
+
+    Args:
+        config: the run.
+        model: its model, adapter included.
+    """
+    base = base_model(config)
+    return lambda params: base.in_compute_dtype(merge_adapters(model, params) if config.adapter else params)
 
 
 def timeline_of(run: Run) -> PhaseLog:

@@ -36,6 +36,10 @@ Sampling = Generator[Requests, Completions, Found]
 """Sampling of a policy: yields the requests that it needs next, is sent their completions, returns what it found."""
 
 
+PAGE = 32
+"""Tokens of a page of the engine's KV cache."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """Completion of a prompt, or an episode of several turns with an environment.
@@ -84,6 +88,7 @@ class RolloutEngine:
         max_sequences: completions at a time.
         adapters: number of policies that are adapters of the weights; 0: the weights are the policy.
         rank: largest rank of these.
+        batched_tokens: see ``rollout_engine_config``.
     """
 
     def __init__(
@@ -97,21 +102,9 @@ class RolloutEngine:
         *,
         adapters: int = 0,
         rank: int = 1,
+        batched_tokens: int = 0,
     ):
-        page = 32
-        budget = max(64, max_sequences)
-        sizes = EngineConfig(
-            max_sequences=max_sequences,
-            max_batched_tokens=budget,
-            max_len=-(-(longest + 1) // page) * page,
-            page_size=page,
-            buckets=(budget,),
-            samplers=("full",),
-            pages=max_sequences * -(-(longest + 1) // page) + 1,
-            top_logprobs=1,
-            adapter_slots=adapters,
-            adapter_rank=rank,
-        )
+        sizes = rollout_engine_config(max_sequences, longest + 1, adapters, rank, batched_tokens)
         kept = cache_root("") / "engine"
         self.engine = Engine.of(model, params, sizes, tokenizer=tokenizer, mesh=mesh, manifest=kept, strict=True)
 
@@ -197,6 +190,33 @@ def _has_ended(request: engine_sequence.Request) -> bool:
 def derived_seed(*parts: int) -> int:
     """RNG seed that depends on numbers alone, in the range that the engine takes."""
     return zlib.crc32(np.asarray(parts, np.int64).tobytes()) % SEEDS
+
+
+def rollout_engine_config(
+    sequences: int, tokens: int, adapters: int = 0, rank: int = 1, batched_tokens: int = 0
+) -> EngineConfig:
+    """Sizes of an engine for rollouts: all sequences may have their largest length, and its programs are few.
+
+    Args:
+        sequences: sequences of a replica at a time.
+        tokens: most tokens of a sequence, and one more.
+        adapters: number of policies that are adapters; 0: none.
+        rank: largest rank of these.
+        batched_tokens: tokens of a step at most; 0: see ``RolloutConfig.max_batched_tokens``.
+    """
+    columns, budget = -(-tokens // PAGE), batched_tokens or max(64, sequences)
+    return EngineConfig(
+        max_sequences=sequences,
+        max_batched_tokens=budget,
+        max_len=columns * PAGE,
+        page_size=PAGE,
+        buckets=(budget,),
+        samplers=("full",),
+        pages=sequences * columns + 1,
+        top_logprobs=1,
+        adapter_slots=adapters,
+        adapter_rank=rank,
+    )
 
 
 def rollout_mesh(text: str, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh | None:

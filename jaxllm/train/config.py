@@ -24,6 +24,21 @@ from jaxllm.train.step.routing_losses import RoutingConfig
 
 
 @dataclass(frozen=True)
+class EngineBeside:
+    """Sizes of an engine that the process of a run has beside its training step, for estimates of memory.
+
+    Attributes:
+        mesh: mesh that it serves on, over the first devices of the run's; empty: the run's own.
+        sequences: sequences of a replica at a time.
+        tokens: most tokens of a sequence.
+    """
+
+    mesh: str
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Configuration of a training run.
 
@@ -101,6 +116,11 @@ class RunConfig:
     """Function that trains several runs of this kind in one step; empty: there is none."""
     own_together: ClassVar[tuple[str, ...]] = ()
     """Further settings in which runs of this kind may differ when they are trained together."""
+
+    @property
+    def engine_beside(self) -> EngineBeside | None:
+        """Engine beside the training step; None: the run has none."""
+        return None
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("accumulate", 1), ("log_every", 1), ("eval_every", 0)):

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxllm.models import Segments, functional
+from jaxllm.models import BlockConfig, DecoderConfig, MLAConfig, MlpConfig, Segments, functional
 from jaxllm.train import loss_sums, value_and_grad
 from tests import quick, tiny
 from tests.models.jaxprs import dtypes, equations
@@ -96,3 +97,30 @@ def test_bfloat16_is_near_float32():
         losses.append(float(sums.nll / sums.count))
     assert losses[0] != losses[1]
     assert abs(losses[0] - losses[1]) < 0.03 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["dense", "mixture", "latent"])
+def test_parameters_in_compute_dtype_change_no_bit(kind: str):
+    """Those that are used in float32 keep it: without routers and gains, a forward pass of these would differ."""
+    if kind == "latent":
+        block = BlockConfig(MLAConfig(heads=2, latent=12, nope_dim=4, rope_dim=4, value_dim=4), MlpConfig(8))
+        config = DecoderConfig(32, 8, 2, pattern=(block,))
+    else:
+        moe = (4, 2, 16, True) if kind == "mixture" else None
+        config = tiny.decoder(vocab_size=32, qk_norm="head", bias="qkv", tied=False, moe=moe)
+    config = dataclasses.replace(config, dtype="bfloat16", param_dtype="float32")
+    model, tokens = functional(config), jnp.arange(12).reshape(2, 6) % config.vocab_size
+    params = quick.params(config)
+    params = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) / x.size, params)
+
+    @jax.jit
+    def logits(params: Any) -> Any:
+        return model.head(params, model.forward(params, tokens, jnp.arange(6)[None] + 0 * tokens, Segments())[0])
+
+    served = model.in_compute_dtype(params)
+    kinds = {str(x.dtype) for x in jax.tree.leaves(served)}
+    assert kinds == {"float32", "bfloat16"}
+    assert sum(x.nbytes for x in jax.tree.leaves(served)) < 0.55 * sum(x.nbytes for x in jax.tree.leaves(params))
+    assert (logits(served) == logits(params)).all()
+    all_of_them = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert (logits(all_of_them) != logits(params)).any()

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import sharding
 from jaxllm.infer.runner.extended_vocabulary import ExtendedVocabulary
@@ -102,7 +102,7 @@ def serving_model(model: Functional, *, split: bool = False) -> Functional:
     )
 
 
-def placements(model: Functional, params: Any, mesh: Mesh) -> Any:
+def placements(model: Functional, params: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Sharding of every parameter, in the structure of ``params``: layers stacked, or apart; packed weights too.
 
     Raises:

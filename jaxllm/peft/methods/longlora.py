@@ -67,8 +67,8 @@ class ShiftedGroups:
         """Causal attention within each group and segment; odd heads have shifted groups.
 
         Raises:
-            ValueError: groups do not divide the sequence; there is one head, or heads are split over devices and each has
-                an odd number of them.
+            ValueError: groups do not divide the sequence; there is one head, or devices share the heads and each has an
+                odd number of them.
         """
         length, all_heads = q.shape[1:3]
         size = self.group or length // SHARE

@@ -22,6 +22,7 @@ from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.device_work import DeviceWork
+from jaxllm.plan.formulas.engine_memory import engine_bytes
 from jaxllm.plan.formulas.optimizer_memory import average_bytes, check_optimizer, state_bytes
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
@@ -98,6 +99,7 @@ class MemoryEstimate:
         activations: activations saved for the backward pass.
         working: peak working memory of a layer, or of the loss.
         host: bytes offloaded to host memory: activations, optimizer state, parameters; not part of the device's total.
+        engine: arrays of the engine that the run has beside its step (``engine_memory``).
     """
 
     parameters: int
@@ -108,6 +110,7 @@ class MemoryEstimate:
     activations: int
     working: int
     host: int = 0
+    engine: int = 0
 
     @property
     def arguments(self) -> int:
@@ -117,12 +120,13 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Total bytes on the device."""
-        return self.arguments + self.gradients + self.weights + self.activations + self.working
+        return self.arguments + self.gradients + self.weights + self.activations + self.working + self.engine
 
     def parts(self) -> dict[str, int]:
         """Bytes by use, for tables."""
         names = ("parameters", "optimizer", "batch", "gradients", "weights", "activations", "working")
-        return {name: getattr(self, name) for name in names}
+        found = {name: getattr(self, name) for name in names}
+        return found | ({"engine": self.engine} if self.engine else {})
 
 
 def predict(run: RunConfig, mesh: MeshSpec, topology: Topology) -> MemoryEstimate:
@@ -145,6 +149,8 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     rows = min(1.0, offload_time.ROWS / run.model.layers)  # fraction of the offloaded state on the device at a time
     sums = copies.sums if dict(mesh.axes).get("data", 1) > 1 else 1.0
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
+    beside = run.engine_beside
+    engine = 0 if beside is None else engine_bytes(run.model, beside, mesh, topology.platform).total
     return MemoryEstimate(
         parameters - away[0],
         state - away[1] + average_bytes(run, parameters),
@@ -154,6 +160,7 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
         kept * at_once,
         round(_working(work, topology) + rows * sum(away)),
         host + sum(away),
+        engine,
     )
 
 

@@ -32,17 +32,14 @@ from jaxllm.models.functional import VOCABULARY
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.collective_time import Network
 from jaxllm.plan.formulas.device_work import leaves_of, shard_shape
+from jaxllm.plan.formulas.engine_memory import slot_bytes
 from jaxllm.plan.formulas.step_time import INNER_PASSES, STREAM_PASSES
 from jaxllm.plan.hardware import Cluster
 from jaxllm.quant.formats.format_table import VOCABULARY_FORMAT, WEIGHT_FORMATS
-from pallas_kernels.paged_attention import PageFormat
-from pallas_kernels.paged_attention.kv_formats import quantised_formats
 from sharding import MeshSpec, ShardingError
 
 PLAIN, FOREIGN = "bfloat16", "fp8"
 """Weights as they are; and weights and matmuls in 8 bits as other engines have them, to compare with their figures."""
-SLOT_MULTIPLE = {"tpu": 128}
-"""Elements that a slot of the KV cache is padded to a multiple of, by platform (``PageFormat.multiple``)."""
 LAUNCH = {"gpu": 2e-6, "tpu": 1e-6}
 """Seconds that an operation takes beside its work, by platform."""
 OPERATIONS = 4
@@ -294,14 +291,7 @@ class ServingStepModel:
     def group_token_bytes(self, group: int) -> float:
         """Bytes of KV cache per token on one device, in all layers of a layer group (``groups``)."""
         one = self.groups[group]
-        return len(one.layers) * self._slot_bytes(one.kv_spec, one.dtype)
-
-    def _slot_bytes(self, spec: Any, dtype: str) -> float:
-        kv = max(1, -(-spec.kv_heads // self.tensor))
-        encoding = dtype if dtype in quantised_formats() else "plain"
-        multiple = SLOT_MULTIPLE.get(self.platform, 1)
-        form = PageFormat(kv, spec.key_dim, spec.value_dim, spec.latent, encoding, multiple)
-        return kv * form.slot_bytes("float32" if dtype in quantised_formats() else dtype)
+        return len(one.layers) * slot_bytes(one.kv_spec, one.dtype, self.tensor, self.platform)
 
     def _attention_of_blocks(self, kv_dtype: str) -> list[_Attention]:
         dtype = self.config.dtype if kv_dtype == "auto" else kv_dtype
@@ -317,7 +307,7 @@ class ServingStepModel:
             widths = block.mlp.inner_widths(self.config.embed_dim)
             inner = (widths.get("up", 0) + widths.get("expert", 0)) / self.tensor
             mixture = 0 if block.mlp.mixture is None else block.mlp.mixture.top_k
-            slot = self._slot_bytes(spec, dtype)
+            slot = slot_bytes(spec, dtype, self.tensor, self.platform)
             out.append(_Attention(layers, expanded, absorbed, slot, attention.window, inner, mixture))
         return out
 

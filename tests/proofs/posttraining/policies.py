@@ -38,6 +38,7 @@ from tests.posttrain.policy_losses import (
     reference_policy_loss,
     rollout_rows,
 )
+from tests.posttrain.shuffled_rewards import shuffle_rewards
 from tests.posttrain.tiny_policy import policy_run
 from tests.proofs.harness import proof
 from tests.train import runs
@@ -335,25 +336,6 @@ def a_policy_learns_in_an_environment(case: int | str) -> float:
         rewards = [row["reward"] for row in rows]
         gain = float(np.mean(rewards[-5:]) - np.mean(rewards[:5]))
         return max(abs(gain) - 0.15, 0.0) if shuffled else max(0.2 - gain, 0.0)
-
-
-def shuffle_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advantages of a step are those of a random order of its rewards."""
-    from jaxllm.posttrain import policy_training
-
-    rng, own = np.random.default_rng(0), policy_training.with_advantages
-
-    def shuffled(groups: Any, algorithm: Any) -> Any:
-        found = own(groups, algorithm)
-        return [
-            [
-                dataclasses.replace(one, advantage=group[n].advantage)
-                for one, n in zip(group, rng.permutation(len(group)), strict=True)
-            ]
-            for group in found
-        ]
-
-    monkeypatch.setattr(policy_training, "with_advantages", shuffled)
 
 
 @proof("posttraining", cases=["raises", "nan", "slow"], sample=1)

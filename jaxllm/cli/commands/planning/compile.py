@@ -75,6 +75,7 @@ def compile(argv: list[str]) -> int:
                 print("--anyway lists the arrays that take the memory.")
                 return 1
             print(report)
+            _print_rollouts(config, on, report)
             over = topology.hbm_bytes is not None and report.total_bytes > topology.hbm_bytes
             if keep is not None:
                 reading = _reading(config, topology, report, keep)
@@ -93,6 +94,32 @@ def compile(argv: list[str]) -> int:
         argv, ("--on", "--save", "--html", "--within", "--host"), ("--anyway", "--no-anyway", "--help", "-h")
     )
     return parse_command(run, known, "jaxllm compile")
+
+
+def _print_rollouts(config: RunConfig, on: str, report: CompileReport) -> None:
+    """Compiles and prints what a run of reinforcement learning has beside its step: the engine's programs."""
+    from jaxllm.posttrain import PolicyRunConfig
+
+    if not isinstance(config, PolicyRunConfig):
+        return
+    from jaxllm.config import ConfigError
+    from jaxllm.parallel.sharding_table_view import columns
+    from jaxllm.posttrain.compile_rollouts import compile_rollouts_for
+
+    try:
+        found = compile_rollouts_for(config, on, progress=progress_line("rollouts: "))
+    except ConfigError as error:
+        print(f"\nrollouts were not compiled: {error}")
+        return
+    rows = [
+        (name, *(f"{size / 2**30:.2f}" for size in (one.argument_bytes, one.temp_bytes, one.total_bytes)))
+        for name, one in found.items()
+    ]
+    head = ("programs of rollouts, GiB of a device", "arguments", "temporaries", "all")
+    print(f"\n{columns(head, rows, '<>>>')}")
+    engine = max(one.argument_bytes for name, one in found.items() if name != "swap")
+    there = "" if report.hbm_bytes is None else f" of {report.hbm_bytes / 2**30:.2f}"
+    print(f"the step and the engine's arrays beside it: {(report.total_bytes + engine) / 2**30:.2f} GiB{there}")
 
 
 def _with_remat_solved(config: RunConfig, topology: Topology, within: float, host: float | None) -> RunConfig | None:
