@@ -52,7 +52,7 @@ def sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 
 def sums_run(folder: Path, seed: int, rows: list[dict[str, str]]) -> PolicyRunConfig:
-    """The recipe with LoRA, 24 steps of eight sums with six completions each."""
+    """The recipe with LoRA, 10 steps of eight sums with six completions each."""
     file = folder / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = grpo_arith_smollm2()
@@ -64,7 +64,7 @@ def sums_run(folder: Path, seed: int, rows: list[dict[str, str]]) -> PolicyRunCo
         rollout=RolloutConfig(prompts=8, group=6, max_tokens=4, max_sequences=48),
         data=dataclasses.replace(recipe.data, batch_size=10),
         optim=OptimConfig(ScheduleConfig("constant", peak=2e-4, warmup=0.0)),
-        steps=24,
+        steps=10,
         accumulate=1,
         seed=seed,
         checkpoint=CheckpointConfig(every=1000, keep_last=1),
