@@ -41,8 +41,8 @@ NativeKind = Literal["scale", "minimum", "zero", "exponent", "blocks", "signed_b
 """What is stored for groups, in the order of the source's ``Kind``."""
 FEWEST = 16
 """Outputs of a vector."""
-MOST_ROWS = 64
-"""Rows that are multiplied with packed codes; with more, XLA's matmul with the dequantised matrix is as fast."""
+MOST_ROWS = 512
+"""Rows that are multiplied with packed codes; with more, XLA dequantises the matrix in as little time."""
 COMPILE_SECONDS = 300
 
 
@@ -147,7 +147,7 @@ def _call(
 
 
 def missing() -> str:
-    """What this machine lacks for the kernel, in words; empty where it can be used. The first call builds it."""
+    """Reason why the kernel cannot be used on this machine; empty where it can. The first call builds it."""
     try:
         _library(PROCESSOR)
     except _Missing as reason:
