@@ -35,6 +35,7 @@ from pallas_kernels.packed_matmul.native import (
     stored_matmul,
     stored_row_matmul,
     unsupported,
+    vectors,
 )
 from sharding import LogicalAxes
 
@@ -521,6 +522,15 @@ def batch_dependent_formats(params: Any) -> list[str]:
     """Formats in a parameter tree with which a token's result depends on the other tokens of the call."""
     forms = {node.format for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)}
     return sorted(str(form) for form in forms if isinstance(form, ActivationFormat) and form.depends_on_batch)
+
+
+def native_vectors(params: Any) -> str:
+    """Instructions of the kernel for CPUs that programs with these parameters may call; empty where they call none.
+
+    Stored programs depend on it, and can be loaded after this call alone: it registers the kernel.
+    """
+    there = target_device().platform == "cpu" and has_packed(params) and may_be_default("packed_matmul", "native")
+    return vectors() if there else ""
 
 
 def is_packed(x: Any) -> bool:

@@ -162,12 +162,17 @@ def vectors() -> str:
 
 @functools.cache
 def not_by_default() -> str:
-    """Why the kernel is used by name alone here, in words; empty where it may be a default. Printed once."""
+    """Why the kernel is used by name alone here, in words; empty where it may be a default. Printed once.
+
+    Where it may be one, programs with the kernel that another process has compiled can be loaded from here on.
+    """
     why = missing()
     if not why and vectors() == "plain C++":
         why = "has no AVX2 here, without which XLA's own loops are faster."
     if why:
         print(f"packed_matmul: the kernel native {why} XLA's matmul is used.", file=sys.stderr)
+    else:
+        _registered(PROCESSOR, _target())
     return why
 
 

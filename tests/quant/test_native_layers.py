@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +18,7 @@ from jaxllm.quant.grids import IntGrid, MinimumGrid
 from jaxllm.quant.packing import pack_params
 from pallas_kernels.packed_matmul import native
 from sharding import MeshSpec
-from tests import tiny
+from tests import environment, tiny
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +106,35 @@ def test_many_rows_and_few_outputs_are_left_to_xla(calls, rng):
     assert calls == []
     wide.project(x[:, 1:], (None, None, None), 1)
     assert calls == ["stored_matmul"]
+
+
+PROGRAM = """
+import pickle, sys
+import jax, jax.numpy as jnp
+from jax.experimental import serialize_executable
+from jaxllm.models.packed_weight import PackedWeight, native_vectors
+from jaxllm.quant.formats.code_groups import CodeGroups
+from jaxllm.quant.grids import IntGrid
+
+form = CodeGroups(IntGrid(4), 16, -2)
+weight = PackedWeight(*form.pack(jnp.ones((32, 16))), form)
+x = jnp.ones((1, 1, 32))
+if sys.argv[2] == "write":
+    made = jax.jit(lambda x, weight: weight.project(x, (None, None, None), 1)).lower(x, weight).compile()
+    pickle.dump(serialize_executable.serialize(made)[0], open(sys.argv[1], "wb"))
+else:
+    shapes = jax.eval_shape(lambda: {"weight": weight})
+    assert native_vectors(shapes) and not native_vectors({"weight": x})
+    trees = jax.tree.structure(((x, weight), {})), jax.tree.structure(x)
+    found = serialize_executable.deserialize_and_load(pickle.load(open(sys.argv[1], "rb")), *trees)
+    print(abs(found(x, weight) - x @ weight.dense(jnp.float32)).max())
+"""
+
+
+def test_a_program_of_another_process_is_loaded(tmp_path):
+    """Stored programs call the kernel by its name, under which it has to be registered before."""
+    for what in ("write", "read"):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "program"), what]
+        done = subprocess.run(command, cwd=environment.ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1e-4
