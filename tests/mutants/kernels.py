@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "native_last_vector_is_not_shifted",
         "pallas_kernels/packed_matmul/native.cc",
-        "int64_t column = std::min(begin, call.columns - kWidth);",
-        "int64_t column = std::min(begin, call.columns - kWidth) + (begin + kWidth > call.columns);",
+        "write(begin, column, std::min(begin + kWidth, end), kWidth);",
+        "write(begin, begin, std::min(begin + kWidth, end), kWidth);",
         ("tests/kernels/test_native_matmul.py::test_reads_one_layer_of_what_formats_store[q4_0]",),
     ),
     Mutant(
