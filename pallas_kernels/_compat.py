@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import platform
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +77,16 @@ def manual_on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
         return jax.shard_map(local, in_specs=whole, out_specs=whole, axis_names=names)(*arrays)
 
     return call
+
+
+def processor_features() -> str:
+    """The processor's kind and its features, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 def _platform(backend: str) -> str:

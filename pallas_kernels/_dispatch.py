@@ -33,11 +33,14 @@ OPERATIONS = {
 }
 """Operation -> module that holds its ``IMPLEMENTATIONS``."""
 
-PLATFORMS: Mapping[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+PLATFORMS: Mapping[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "native": "cpu"}
 """Implementation made for one platform -> that platform. The others are plain JAX, correct wherever XLA is."""
 
 ONLY_BY_NAME: Mapping[str, str] = {"cudnn": "used where it is named: its backward pass is not deterministic"}
 """Implementation that is never a default -> why."""
+
+NEEDS: Mapping[str, str] = {"native": "pallas_kernels.packed_matmul.native"}
+"""Implementation that a machine may lack -> module whose ``not_by_default()`` says why, or nothing."""
 
 PREFERRED: Mapping[str, Mapping[str, str]] = {"linear_cross_entropy": {"cpu": "xla"}}
 """Operation -> platform -> implementation that is tried first there, where it differs from the default order."""
@@ -69,8 +72,8 @@ def dispatch(
     candidates = {name: _named(operation, implementations, name) for name in names}
     reasons = []
     for name, function in candidates.items():
-        if choice is None and (verdict := _verdict(operation, name, device)) is not None and not verdict.passed:
-            reasons.append(f"  {name}: {verdict}")
+        if choice is None and (why := _refused(operation, name, device)):
+            reasons.append(f"  {name}: {why}")
             continue
         try:
             return function(*args, **kw)
@@ -110,6 +113,20 @@ def _order(operation: str, implementations: Mapping[str, Callable[..., Any]], pl
     return tuple(name for name in names if PLATFORMS.get(name, platform) == platform and name not in ONLY_BY_NAME)
 
 
+def may_be_default(operation: str, name: str) -> bool:
+    """Whether ``implementation=None`` may choose this kernel for the device that programs are traced for here."""
+    device = target_device()
+    return PLATFORMS.get(name, device.platform) == device.platform and not _refused(operation, name, device)
+
+
+def _refused(operation: str, name: str, device: TargetDevice) -> str:
+    """Why a kernel is not chosen by default on a device that it is for; empty where it may be."""
+    if name in NEEDS and (why := importlib.import_module(NEEDS[name]).not_by_default()):
+        return why
+    verdict = _verdict(operation, name, device)
+    return "" if verdict is None or verdict.passed else str(verdict)
+
+
 def _verdict(operation: str, name: str, device: TargetDevice) -> _self_check.Verdict | None:
     """Verdict of the self-check; None for plain JAX, and where there is none."""
     return _self_check.may_choose(operation, name, device) if name in PLATFORMS else None
@@ -122,6 +139,8 @@ def _reason(operation: str, name: str, device: TargetDevice) -> str:
         return "plain JAX"
     if PLATFORMS[name] != device.platform:
         return f"not for {device.platform}"
+    if name in NEEDS and (why := importlib.import_module(NEEDS[name]).not_by_default()):
+        return f"not here: it {why}"
     verdict = _verdict(operation, name, device)
     return "compared with float64 in interpret mode, not on a device" if verdict is None else str(verdict)
 

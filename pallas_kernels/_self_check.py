@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels._compat import TargetDevice
+from pallas_kernels._compat import TargetDevice, processor_features
 
 SAMPLES = {
     "flash_attention": "pallas_kernels.flash_attention.check_samples",
@@ -221,7 +221,7 @@ def normal(seed: int, *shape: int, dtype: DTypeLike) -> jax.Array:
 def _attached(device: TargetDevice) -> jax.Device | None:
     """Attached device of that kind."""
     local = jax.local_devices()
-    return next((one for one in local if one.device_kind == device.kind and one.platform != "cpu"), None)
+    return next((one for one in local if one.device_kind == device.kind), None)
 
 
 def _folder() -> Path:
@@ -238,10 +238,16 @@ def _digest(operation: str, implementation: str, kind: str) -> str:
     own = Path(importlib.import_module(SAMPLES[operation]).__file__ or "").parent
     shared = Path(__file__).parent
     text = hashlib.sha256()
-    for file in sorted([*own.glob("*.py"), *shared.glob("*.py"), *(shared / "tuned").glob("*")]):
+    for file in sorted(
+        [*own.glob("*.py"), *own.glob("*.cc"), *own.glob("*.h"), *shared.glob("*.py"), *(shared / "tuned").glob("*")]
+    ):
         if file.is_file():
             text.update(file.name.encode() + b"\0" + file.read_bytes())
-    driver = next((one.client.platform_version for one in jax.local_devices() if one.device_kind == kind), "")
+    driver = (
+        processor_features()
+        if kind == "cpu"
+        else next((one.client.platform_version for one in jax.local_devices() if one.device_kind == kind), "")
+    )
     versions = platform.python_version(), jax.__version__, importlib.metadata.version("jaxlib"), driver
     text.update(json.dumps([operation, implementation, kind, *versions]).encode())
     return text.hexdigest()[:16]

@@ -63,7 +63,8 @@ def load_with_progress(
                 if request is None
                 else functools.partial(solve_placement, request, sequences=sequences)
             )
-            loaded = open_streamed(name, budget, dtype=dtype, weights=weights, progress=tell)
+            kept = "plain" if weights == "auto" else weights
+            loaded = open_streamed(name, budget, dtype=dtype, weights=kept, progress=tell)
         else:
             loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
     if isinstance(loaded.params, StreamedWeights):

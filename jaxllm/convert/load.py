@@ -18,12 +18,16 @@ from jaxllm.config import closest
 from jaxllm.convert.adapter_run import adapter_run
 from jaxllm.convert.run_files import BESIDE_MODEL, open_checkpoints, params_prefix, read_run
 from jaxllm.hub import HubError, find_model, open_source
+from jaxllm.hub.gguf.gguf_codes import CODE_KINDS
+from jaxllm.hub.gguf.gguf_file import open_gguf
 from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.hub.sampling_defaults import SamplingDefaults
 from jaxllm.models import Functional, functional, unstack_layers
 from jaxllm.quant import WEIGHT_FORMATS, pack_params
 from jaxllm.text import ChatTemplate, Tokenizer
+from pallas_kernels._compat import target_device
+from pallas_kernels._dispatch import may_be_default
 
 
 class ModelNotFoundError(FileNotFoundError):
@@ -94,7 +98,8 @@ def load_model(
             (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
             are multiplied, to serve a model on devices that have no room for it in ``dtype``; a row of
-            ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading.
+            ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading;
+            "auto": "packed" for a GGUF where the kernel for CPUs multiplies such weights, else "plain".
         ema: load the average of a run's parameters (``RunConfig.ema``) in their place, in their dtype.
         progress: called for every parameter of another library's model.
 
@@ -106,9 +111,11 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
-    known = ("plain", "packed", *WEIGHT_FORMATS)
+    known = ("auto", "plain", "packed", *WEIGHT_FORMATS)
     if weights not in known:
         raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+    if weights == "auto":
+        weights = "packed" if mesh.size == 1 and _packed_is_fast(path) else "plain"
     loaded = _load(path, mesh, step, dtype, "packed" if weights == "packed" else "plain", ema, progress)
     loaded = replace(loaded, path=path)
     if weights in WEIGHT_FORMATS:
@@ -121,6 +128,18 @@ def load_model(
         return loaded
     with jax.set_mesh(mesh):
         return replace(loaded, params=unstack_layers(loaded.params, donate=True))
+
+
+def _packed_is_fast(path: Path) -> bool:
+    """Whether a file's weights are multiplied faster as they are than dequantised: a GGUF's, not of experts, by the
+    kernel for CPUs.
+    """
+    if path.suffix != ".gguf" or target_device().platform != "cpu":
+        return False
+    tensors = open_gguf(path).tensors
+    kinds = [tensor.kind for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) > 1]
+    coded = any(kind in CODE_KINDS for kind in kinds) and not any("_exps." in name for name in tensors)
+    return coded and may_be_default("packed_matmul", "native")
 
 
 def _load(

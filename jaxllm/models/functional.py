@@ -29,6 +29,7 @@ from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
+from jaxllm.models.packed_weight import within_stack
 from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of
 from jaxllm.models.tpu_layout import materialized
 from sharding import Rules
@@ -331,11 +332,12 @@ class Functional:
         def group(
             carry: tuple[Array, AttentionContext], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
         ) -> tuple[Any, None]:
-            group_params, repeat = step
+            group_params, repeat = join(step[0], step[1]), step[1]
             return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1], wrap), None
 
         pieces = remat.policies_by_segment(self.config.remat, self.config.segments)[s]
         carry = x, ctx
+        params, join = (params, lambda own, repeat: own) if isinstance(params, tuple) else within_stack(params)
         if isinstance(params, tuple):
             names = [name for name, count in pieces for _ in range(count)]
             for repeat, (name, group_params) in enumerate(zip(names, params, strict=True)):

@@ -10,8 +10,9 @@ Legend: E experts, A rows and B columns of an expert's matrix, M token rows.
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,9 +24,19 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.params import at_least_f32
-from pallas_kernels._compat import target_device, vary_over, varying_axes
+from pallas_kernels._compat import manual_on_one_device, target_device, vary_over, varying_axes
+from pallas_kernels._dispatch import may_be_default
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
+from pallas_kernels.packed_matmul.native import (
+    FEWEST,
+    MOST_ROWS,
+    NativeForm,
+    stored_matmul,
+    stored_row_matmul,
+    unsupported,
+    vectors,
+)
 from sharding import LogicalAxes
 
 DEQUANTISED_BYTES = 2**29
@@ -89,6 +100,23 @@ class FusedFormat(Protocol):
 
 
 @runtime_checkable
+class NativeFormat(Protocol):
+    """Format whose arrays the kernel for CPUs reads as they are stored, see ``pallas_kernels.packed_matmul.native``."""
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense weight, see ``WeightFormat``."""
+        ...
+
+    def native_form(self, inputs: int, scales: tuple[int, ...], contract: int) -> NativeForm | None:
+        """Codes and parameters of a weight for the kernel, from the shape of its scales; None where it has no such."""
+        ...
+
+    def unpack(self, values: Array, scales: Array, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Dense weight, see ``WeightFormat``."""
+        ...
+
+
+@runtime_checkable
 class RowFormat(Protocol):
     """Format of embeddings and output matrices [V, D], whose axis is the last: codes and scales are of rows."""
 
@@ -98,6 +126,14 @@ class RowFormat(Protocol):
 
     def row_terms(self, x: Float[Array, "T D"], values: Array, scales: Array) -> list[tuple[Array, Array]]:
         """Activations and weights [V, inputs], the sum of whose products ``x w^T`` is that of the dense matrix."""
+        ...
+
+    def native_row_form(self, inputs: int, scales: tuple[int, ...]) -> NativeForm | None:
+        """Rows for the kernel for CPUs, see ``NativeFormat``."""
+        ...
+
+    def unpack(self, values: Array, scales: Array, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Dense matrix, see ``WeightFormat``."""
         ...
 
 
@@ -174,8 +210,8 @@ class PackedWeight:
     def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
         """Matmul with the dequantised weight, or of rounded activations in integers where the format says so.
 
-        Every device multiplies its shard: with ``packed_matmul`` on TPUs and GPUs, else XLA unpacks it within the
-        matmul. For few rows the dense weight is never written.
+        Every device multiplies its shard: with a kernel, or XLA unpacks it within the matmul. For few rows the dense
+        weight is never written.
         """
         if isinstance(self.format, ActivationFormat):
             return _rounded_project(self.format, out, contract, x, self.values, self.scales)
@@ -248,6 +284,75 @@ class PackedWeight:
         return jax.lax.fori_loop(0, experts // chunk, some, out)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales", "layer"], meta_fields=["format"])
+@dataclass(frozen=True)
+class StackedLayer(PackedWeight):
+    """One layer of packed weights in their stack, where the kernel for CPUs reads it: a slice would be a copy.
+
+    Attributes:
+        values, scales: those of all layers.
+        layer: number of the layer.
+    """
+
+    layer: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the layer's dense weight."""
+        return self.format.shape(self.values.shape[1:])
+
+    def gather(self, dtype: DTypeLike, axes: LogicalAxes, unreduced_grad: bool) -> PackedWeight:
+        """The weight itself, which is on one device."""
+        return self
+
+    def dense(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """Dequantised weight."""
+        return self._slice().dense(dtype)
+
+    def project(self, x: Array, out: LogicalAxes, contract: int) -> Array:
+        """Matmul with the dequantised weight."""
+        found = _native_matmul(self.format, contract, x, self.values, self.scales, self.layer)
+        return self._slice().project(x, out, contract) if found is None else found.astype(x.dtype)
+
+    def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
+        """Grouped matmul of the layer's experts."""
+        return self._slice().grouped_matmul(rows, sizes)
+
+    def _slice(self) -> PackedWeight:
+        return PackedWeight(_at(self.values, self.layer), _at(self.scales, self.layer), self.format)
+
+
+def within_stack(params: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """Splits stacked parameters into those that a scan slices, and packed weights that stay whole.
+
+    The latter are those that the kernel for CPUs may multiply, on one device.
+
+    Returns:
+        The parameters without them, and ``join(slice, layer)``, which puts them, as ``StackedLayer``s, into a slice.
+    """
+    if target_device().platform != "cpu" or sharding.current_mesh() is not None or not has_packed(params):
+        return params, lambda own, layer: own
+    leaves, tree = jax.tree.flatten(params, is_leaf=is_packed)
+    kept = [is_packed(leaf) and leaf.values is not None and _may_be_native(leaf.format) for leaf in leaves]
+    if not any(kept) or not may_be_default("packed_matmul", "native"):
+        return params, lambda own, layer: own
+
+    def join(own: Any, layer: Any) -> Any:
+        slices = zip(leaves, kept, tree.flatten_up_to(own), strict=True)
+        whole = [StackedLayer(a.values, a.scales, a.format, layer) if keep else one for a, keep, one in slices]
+        return jax.tree.unflatten(tree, whole)
+
+    return jax.tree.unflatten(tree, [None if keep else a for a, keep in zip(leaves, kept, strict=True)]), join
+
+
+def _may_be_native(form: Any) -> bool:
+    return isinstance(form, NativeFormat) and not isinstance(form, ActivationFormat)
+
+
+def _at(stack: Array, layer: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _rounded_project(form: Any, out: LogicalAxes, contract: int, x: Array, values: Array, scales: Array) -> Array:
     """Matmul of activations that are rounded; its gradient is that of the dense weight (straight-through)."""
@@ -285,7 +390,9 @@ def _fused_matmul(
     over: tuple[str, ...],
     tokens: tuple[str, ...],
 ) -> Array:
-    """Matmul of one device's shards, in at least float32 but for the kernel's, which has the dtype of x."""
+    """Matmul of one device's shards, in at least float32 but for Pallas kernels', which have the dtype of x."""
+    if (y := _native_matmul(form, contract, x, values[None], scales[None], 0)) is not None:
+        return y
     rows = x.reshape(*x.shape[: x.ndim - contract], -1)
     if target_device().platform == "cpu" or (found := form.kernel_terms(rows, values, scales)) is None:
         parts = [_wide_dot(part, weight) for part, weight in form.terms(rows, values, scales)]
@@ -294,6 +401,53 @@ def _fused_matmul(
     first = packed_matmul(rows.reshape(-1, rows.shape[-1]), codes, by_group, kind)
     first = first.reshape(*x.shape[: x.ndim - contract], *form.shape(values.shape)[contract:])
     return functools.reduce(operator.add, [first, *(_wide_dot(part, weight) for part, weight in terms)])
+
+
+def _native_matmul(form: Any, contract: int, x: Array, values: Array, scales: Array, layer: Any) -> Array | None:
+    """Matmul with one layer of a stack by the kernel for CPUs, in float32; None where it does not take it, or where
+    there are so many rows that XLA's matmul with the dense weight is as fast.
+    """
+    dense = form.shape(values.shape[1:])
+    inputs, columns = math.prod(dense[:contract]), math.prod(dense[contract:])
+    if x.size > inputs * MOST_ROWS or columns < FEWEST or not isinstance(form, NativeFormat):
+        return None
+    kernel = form.native_form(inputs, scales.shape[1:], contract)
+    if kernel is None or not _takes(x, scales, kernel):
+        return None
+    layers, stored = values.shape[0], kernel.stored
+
+    def multiply(x: Array, values: Array, scales: Array, layer: Array) -> Array:
+        parameters = scales.reshape(layers, stored, -1, columns)
+        return stored_matmul(x, values.reshape(layers, -1, columns), parameters, kernel, layer)
+
+    def matrix(values: Array, scales: Array, layer: Array) -> Array:
+        return form.unpack(_at(values, layer), _at(scales, layer), x.dtype).reshape(inputs, columns)
+
+    y = _by_kernel(multiply, matrix, x.reshape(-1, inputs), values, scales, jnp.asarray(layer, jnp.int32))
+    return y.reshape(*x.shape[: x.ndim - contract], *dense[contract:])
+
+
+def _takes(x: Array, scales: Array, kernel: NativeForm) -> bool:
+    """Whether the kernel for CPUs is chosen for these arrays."""
+    there = target_device().platform == "cpu" and not unsupported(x.dtype, scales.dtype, kernel)
+    return there and may_be_default("packed_matmul", "native")
+
+
+def _by_kernel(
+    multiply: Callable[..., Array], matrix: Callable[..., Array], x: Float[Array, "M K"], *arrays: Array
+) -> Float[Array, "M N"]:
+    """``multiply(x, *arrays)``, a kernel, with the gradient of ``x @ matrix(*arrays)`` for x."""
+
+    @jax.custom_vjp
+    def run(x: Array, *arrays: Array) -> Array:
+        return manual_on_one_device(multiply)(x, *arrays)
+
+    def backward(arrays: tuple[Array, ...], dy: Array) -> tuple[Array | None, ...]:
+        return (dy @ matrix(*arrays).T).astype(x.dtype), *(None for _ in arrays)
+
+    run.defvjp(lambda x, *arrays: (run(x, *arrays), arrays), backward)
+    axes = varying_axes(x, *arrays)
+    return run(*(vary_over(a, axes) for a in (x, *arrays)))
 
 
 def _rows(table: Array, ids: Int[Array, "B S"], out: LogicalAxes) -> Array:
@@ -318,6 +472,14 @@ def _row_matmul(form: RowFormat, x: Float[Array, "T D"], values: Array, scales: 
     Some rows at a time: dequantised rows that are too many for caches would be written to memory, in 8 times the time
     of a CPU's matmul with packed ones.
     """
+
+    kernel = form.native_row_form(x.shape[1], scales.shape)
+    if kernel is not None and x.shape[0] <= MOST_ROWS and _takes(x, scales, kernel):
+        return _by_kernel(
+            lambda x, values, scales: stored_row_matmul(x, values, scales, kernel),
+            lambda values, scales: form.unpack(values, scales, x.dtype).T,
+            x, values, scales,
+        )  # fmt: skip
 
     def some(values: Array, scales: Array) -> Float[Array, "T n"]:
         return functools.reduce(operator.add, (_wide_dot(part, w.T) for part, w in form.row_terms(x, values, scales)))
@@ -360,6 +522,15 @@ def batch_dependent_formats(params: Any) -> list[str]:
     """Formats in a parameter tree with which a token's result depends on the other tokens of the call."""
     forms = {node.format for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)}
     return sorted(str(form) for form in forms if isinstance(form, ActivationFormat) and form.depends_on_batch)
+
+
+def native_vectors(params: Any) -> str:
+    """Instructions of the kernel for CPUs that programs with these parameters may call; empty where they call none.
+
+    Stored programs depend on it, and can be loaded after this call alone: it registers the kernel.
+    """
+    there = target_device().platform == "cpu" and has_packed(params) and may_be_default("packed_matmul", "native")
+    return vectors() if there else ""
 
 
 def is_packed(x: Any) -> bool:

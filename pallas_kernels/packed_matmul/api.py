@@ -30,9 +30,16 @@ def _pallas_gpu(*args: Any) -> Array:
     return packed_matmul_pallas_gpu(*args)
 
 
+def _native(*args: Any) -> Array:
+    from pallas_kernels.packed_matmul.native import packed_matmul_native
+
+    return packed_matmul_native(*args)
+
+
 IMPLEMENTATIONS = {
     "pallas_tpu": _pallas_tpu,
     "pallas_gpu": _pallas_gpu,
+    "native": _native,
     "xla": packed_matmul_xla,
     "reference": packed_matmul_reference,
 }
@@ -54,7 +61,7 @@ def packed_matmul(
         scales: scale of each group of K / G neighbouring inputs and output; bytes are exponents of powers of two
             (e8m0), of which the kernels decode as many as a tile has.
         form: bits of a code, and the values that codes stand for.
-        implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "pallas_gpu", "native", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The result in ``x.dtype``, accumulated in at least float32, from weights rounded to ``x.dtype``. Differentiable

@@ -22,6 +22,8 @@ PACKAGE = "pallas_kernels.packed_matmul"
 PALLAS = ("pallas_tpu", "pallas_gpu")
 PLAIN = ("xla", "reference")
 """Implementations that run on any device, in any precision."""
+NATIVE = ("native",)
+"""Implementations in machine code, which run where they were built."""
 TABLE = tuple(float(x) for x in np.random.default_rng(0).normal(size=16))
 BYTES = tuple(float(x) for x in np.random.default_rng(1).normal(size=256))
 

@@ -12,11 +12,11 @@ from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
 from pallas_kernels.packed_matmul.api import IMPLEMENTATIONS
 from pallas_kernels.packed_matmul.config import tpu_tiles
 from tests.kernels import packed_body
-from tests.kernels.packed_body import CASES, PALLAS, PLAIN
+from tests.kernels.packed_body import CASES, NATIVE, PALLAS, PLAIN
 
 
 def test_every_implementation_is_tested():
-    assert {*PLAIN, *PALLAS} == set(IMPLEMENTATIONS)
+    assert {*PLAIN, *PALLAS, *NATIVE} == set(IMPLEMENTATIONS)
     assert explain("packed_matmul", platform="tpu").startswith("packed_matmul on tpu: pallas_tpu")
 
 

@@ -4,6 +4,55 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "native_lanes_of_one_byte",
+        "pallas_kernels/packed_matmul/native.cc",
+        "constexpr int kByte = kBits * kLane / 8,",
+        "constexpr int kByte = 0 * kLane,",
+        ("tests/kernels/test_native_matmul.py::test_reads_one_layer_of_what_formats_store[q5_0]",),
+    ),
+    Mutant(
+        "native_zero_points_are_minima",
+        "pallas_kernels/packed_matmul/native.cc",
+        "offset = (spread(middle) - number(groups + group, column)) * scale;",
+        "offset = multiply_add(spread(middle), scale, number(groups + group, column));",
+        ("tests/kernels/test_native_matmul.py::test_reads_one_layer_of_what_formats_store[int3 with zero points]",),
+    ),
+    Mutant(
+        "native_first_layer",
+        "pallas_kernels/packed_matmul/native.cc",
+        "call.codes = codes.typed_data() + at * (codes.element_count() / layers);",
+        "call.codes = codes.typed_data();",
+        ("tests/kernels/test_native_matmul.py::test_reads_one_layer_of_what_formats_store[q4_0]",),
+    ),
+    Mutant(
+        "native_minima_of_the_first_row",
+        "pallas_kernels/packed_matmul/native.cc",
+        "spread(of_inputs[r])",
+        "spread(of_inputs[0])",
+        ("tests/kernels/test_native_matmul.py::test_reads_one_layer_of_what_formats_store[q4_1]",),
+    ),
+    Mutant(
+        "native_last_vector_is_not_shifted",
+        "pallas_kernels/packed_matmul/native.cc",
+        "write(begin, column, std::min(begin + kWidth, end), kWidth);",
+        "write(begin, begin, std::min(begin + kWidth, end), kWidth);",
+        ("tests/kernels/test_native_matmul.py::test_reads_one_layer_of_what_formats_store[q4_0]",),
+    ),
+    Mutant(
+        "native_unsigned_scales_of_blocks",
+        "pallas_kernels/packed_matmul/native.cc",
+        "if (kind == Kind::kSignedBlocks) integer",
+        "if (kind == Kind::kScale) integer",
+        ("tests/kernels/test_native_matmul.py::test_reads_blocks_of_k_quants[q6_K]",),
+    ),
+    Mutant(
+        "activations_in_int8_are_not_rounded_in_a_stack",
+        "jaxllm/models/packed_weight.py",
+        "isinstance(form, NativeFormat) and not isinstance(form, ActivationFormat)",
+        "isinstance(form, NativeFormat)",
+        ("tests/quant/test_native_layers.py::test_a_scan_reads_layers_within_their_stack[w8a8]",),
+    ),
+    Mutant(
         "rms_norm_gradient_along_the_input",
         "pallas_kernels/rms_norm/xla.py",
         "inverse * (d_normed - normed * along)",

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType as Ggml
 
+from jaxllm.convert import load
 from jaxllm.hub import open_source
 from jaxllm.hub.gguf.gguf_codes import CODE_KINDS
 from jaxllm.hub.stored_codes import pack_rows
@@ -25,6 +26,7 @@ from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import MinimumGrid
 from jaxllm.serve.utilisation import weight_bytes
 from pallas_kernels._compat import TargetDevice
+from pallas_kernels.packed_matmul import native
 from sharding import MeshSpec, abstract_params, shardings_of
 from sharding.isolate import run_isolated
 from tests import environment, quick, tiny
@@ -160,6 +162,26 @@ def test_a_gguf_keeps_them_packed(table, output, tmp_path: Path):
     for one in (packed, split):
         got = quick.logits(plain.config, one.params, TOKENS)
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_auto_is_packed_for_a_gguf_where_the_kernel_is(tmp_path: Path, monkeypatch):
+    """``--weights auto``; the widened and the packed file have the same logits by the test above."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 32,
+        "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    gguf_writer.save(config, tmp_path / "hf")
+    coded, plain = (
+        gguf_writer.write(tmp_path / "hf", tmp_path / f"{kind.name}.gguf", kind) for kind in (Ggml.Q4_0, Ggml.F16)
+    )
+    monkeypatch.setattr(load, "may_be_default", lambda *_: True)
+    assert [load._packed_is_fast(path) for path in (coded, plain, tmp_path / "hf")] == [True, False, False]
+    monkeypatch.setattr(load, "may_be_default", lambda *_: False)
+    assert not load._packed_is_fast(coded)
+    monkeypatch.undo()
+    assert load._packed_is_fast(coded) != bool(native.not_by_default())
 
 
 @pytest.mark.parametrize("name", [name for name in CODE_KINDS if name.endswith("K")])

@@ -50,7 +50,7 @@ def generate(argv: list[str]) -> int:
         generation_config: str = "auto",
         seed: int = 0,
         dtype: Literal["float32", "bfloat16"] | None = None,
-        weights: str = "plain",
+        weights: str = "auto",
         mesh: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
@@ -89,8 +89,9 @@ def generate(argv: list[str]) -> int:
             seed: sampling seed.
             dtype: compute dtype of a model from another library, float32 by default; runs and converted models have
                 their own.
-            weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
-                mxfp4: matrices are rounded to that format after loading.
+            weights: plain: quantised models are dequantised; packed: they stay as their files have them; auto: packed
+                for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
+                that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a

@@ -57,7 +57,7 @@ def serve(argv: list[str]) -> int:
         metrics_names: Literal["jaxllm", "vllm"] = "jaxllm",
         otlp_traces_endpoint: str | None = None,
         dtype: Literal["float32", "bfloat16"] | None = None,
-        weights: str = "plain",
+        weights: str = "auto",
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
         kv_host: float = 0.0,
@@ -115,8 +115,9 @@ def serve(argv: list[str]) -> int:
             otlp_traces_endpoint: URL that OpenTelemetry traces are sent to (OTLP over HTTP), such as
                 http://127.0.0.1:4318/v1/traces; needs jaxllm[otel].
             dtype: compute dtype of a model from another library, float32 by default.
-            weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
-                mxfp4: matrices are rounded to that format after loading.
+            weights: plain: quantised models are dequantised; packed: they stay as their files have them; auto: packed
+                for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
+                that format after loading.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
@@ -241,7 +242,7 @@ def serve(argv: list[str]) -> int:
                 dtype,
                 form,
                 mesh,
-                weights,
+                "plain" if weights == "auto" and tuned is not None else weights,
                 generation_config,
                 offload=offload,
                 sequences=max_sequences,

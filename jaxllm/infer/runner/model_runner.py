@@ -35,7 +35,7 @@ from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
-from jaxllm.models.packed_weight import batch_dependent_formats, has_packed
+from jaxllm.models.packed_weight import batch_dependent_formats, has_packed, native_vectors
 from jaxllm.parallel import distributed
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import Slots
@@ -147,6 +147,7 @@ class ModelRunner:
                 describe(weights),
                 [vocab_size, page_size, config.kv_dtype, config.retention, config.batch_invariant],
                 [config.adapter_slots, config.adapter_rank, config.adapter_pages],
+                *filter(None, [native_vectors(weights)]),
             ]
             return ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
 

@@ -26,6 +26,7 @@ from jaxllm.infer.runner import sampler
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe
 from jaxllm.infer.speculate.draft_model import HeldTokens, ServedModel, until_stop
 from jaxllm.models import Functional
+from jaxllm.models.packed_weight import native_vectors
 
 READ_TOKENS = (16, 64, 256)
 """Tokens of a sequence that a call reads at once; the smallest that suffices is taken."""
@@ -108,6 +109,7 @@ class SlotDraftProposer(abc.ABC):
         """
         served, self._cache, self._place = self._served, cache, place
         kinds = [*key, *config_key(self.model.config), describe(weights), self._vocab, self._steps]
+        kinds += filter(None, [native_vectors(weights)])
         devices = sorted(place.device_set, key=lambda device: device.id)
         self.program_cache = ProgramCache(served.manifest, kinds, devices, served.strict)
 

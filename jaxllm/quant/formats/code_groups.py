@@ -19,8 +19,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.codebooks import CodebookGrid
-from jaxllm.quant.grids import CentredGrid, Grid, GridParams
+from jaxllm.quant.grids import CentredGrid, Grid, GridParams, IntGrid, MinimumGrid
 from pallas_kernels.packed_matmul import PackedCodes
+from pallas_kernels.packed_matmul.native import FEWEST, NativeForm, NativeKind
 from sharding import LogicalAxes
 
 WORDS = {bits: (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)) for bits in range(2, 9)}
@@ -120,6 +121,43 @@ class CodeGroups:
             return None
         codes, by_group = (a.reshape(math.prod(a.shape[: axis + 1]), -1) for a in (flat, params.scale))
         return codes, by_group, PackedCodes(bits, levels), self._offset_terms(x, self.grid.offset(params), inputs)
+
+    def native_form(self, inputs: int, scales: tuple[int, ...], contract: int) -> NativeForm | None:
+        """Codes and parameters of one layer as the kernel for CPUs reads them, where they are stored.
+
+        None where it has no such codes, or groups are shorter or cut a tuple of codes.
+
+        Args:
+            inputs: of the matmul, over ``contract`` dimensions.
+            scales: shape of the parameters.
+        """
+        bits, grid = self.grid.bits, self.grid
+        first, axis = contract - self.contract, len(scales) + self.axis
+        lead, groups = math.prod(scales[:first]), self._groups(scales[axis])
+        levels = grid.levels if isinstance(grid, CodebookGrid) else None
+        size = inputs // lead // groups
+        whole = size * groups * lead == inputs and size % WORDS[bits][0] == 0 and (self.group or size) == size
+        if axis != first + 1 or not whole or bits == 7 or (levels and bits > 4) or (lead > 1 < scales[first]):
+            return None
+        kind = "minimum" if isinstance(grid, MinimumGrid) else "zero" if grid.stored > 1 else "scale"
+        return NativeForm(bits, lead * groups, self._native_kind(kind), levels, scales[first])
+
+    def native_row_form(self, inputs: int, scales: tuple[int, ...]) -> NativeForm | None:
+        """The same of an output matrix, whose axis is the last: integers of 8 bits in groups of whole vectors."""
+        groups = scales[-1]
+        plain = isinstance(self.grid, IntGrid) and self.grid.bits == 8 and self.grid.stored == 1
+        whole = (
+            self.axis == -1 and inputs % (groups * FEWEST) == 0 and (self.group or inputs // groups) * groups == inputs
+        )
+        return NativeForm(8, groups) if plain and whole and type(self) is CodeGroups else None
+
+    def _groups(self, stored: int) -> int:
+        """Groups of so many stored parameters."""
+        return stored
+
+    def _native_kind(self, kind: NativeKind) -> NativeKind:
+        """Kind of stored parameters that a grid has."""
+        return kind
 
     def _offset_terms(self, x: Array, offset: Array | None, inputs: int) -> list[tuple[Array, Array]]:
         """Sums of groups of inputs, and the values of the middle codes; none where these are 0."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import GridParams, MinimumGrid
+from pallas_kernels.packed_matmul.native import NativeKind
 
 BLOCK = 256
 
@@ -38,6 +39,14 @@ class KQuants(CodeGroups):
             ValueError: always.
         """
         raise ValueError("k-quants are read from GGUF files and not made here; give int4 or int8.")
+
+    def _groups(self, stored: int) -> int:
+        """Groups of so many blocks."""
+        return stored * (BLOCK // (self.group or BLOCK))
+
+    def _native_kind(self, kind: NativeKind) -> NativeKind:
+        """Bytes of blocks."""
+        return "blocks_with_minima" if kind == "minimum" else "signed_blocks" if self.signed else "blocks"
 
     def params(self, scales: UInt8[Array, "..."], dtype: DTypeLike) -> GridParams:
         """Parameters of groups, from the bytes of blocks."""

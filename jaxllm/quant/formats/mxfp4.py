@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, UInt8
 from jaxllm.models.fp4_arithmetic import BIAS, GROUP, LARGEST_EXPONENT, power_of_two, round_to_e2m1
 from pallas_kernels.packed_matmul import PackedCodes
 from pallas_kernels.packed_matmul.codes import lane_values
+from pallas_kernels.packed_matmul.native import NativeForm
 from sharding import LogicalAxes
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -80,6 +81,12 @@ class MXFP4:
     ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]]:
         """Operands of ``packed_matmul``, which decodes the exponents on chip."""
         return *joined_inputs(values, scales, self.axis), CODES, []
+
+    def native_form(self, inputs: int, scales: tuple[int, ...], contract: int) -> NativeForm | None:
+        """Codes and exponents as the kernel for CPUs reads them; None where the axis is not the last of the inputs."""
+        if len(scales) + self.axis != contract - 1:
+            return None
+        return NativeForm(4, inputs // GROUP, "exponent", E2M1)
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales: those of the weight."""

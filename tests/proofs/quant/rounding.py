@@ -19,6 +19,7 @@ from jaxllm.quant.formats.code_groups import CodeGroups
 from jaxllm.quant.grids import GridParams, IntGrid, MinimumGrid
 from jaxllm.quant.methods.gptq import gptq
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
+from pallas_kernels.packed_matmul import native
 from tests.hub.test_stored_codes import gguf_tensor, packed
 from tests.proofs.harness import proof
 from tests.quant.test_gptq import by_column, drawn
@@ -128,6 +129,28 @@ def gguf_blocks_stay_packed(seed: int) -> dict[str, float]:
     assert whole is not None
     errors = [np.abs(np.asarray(one.dense(jnp.float32)).T - want).max() / most for one in (weight, packed(whole[0]))]
     return {"dense": float(errors[0]), "widened": float(errors[1]), "bytes": weight.nbytes / tensor.nbytes}
+
+
+@proof("quant", count=200, sample=2, bound={"matmul": 1e-6, "bits": 0.0})
+def native_matmuls_are_dense_ones(seed: int) -> dict[str, float]:
+    """Blocks of every GGUF format by the kernel for CPUs: error over the size of the sum without cancellations.
+
+    And bits of a row that depend on the rows beside it. Without a compiler, plain JAX in their place.
+    """
+    rng = np.random.default_rng(seed)
+    names = list(CODE_KINDS)
+    rows, columns = int(rng.integers(16, 150)), 256 * int(rng.integers(1, 5))
+    tensor, _ = gguf_tensor(names[seed % len(names)], rng, rows, columns)
+    weight = packed(tensor.stored)
+    x = jnp.asarray(rng.normal(size=(1, int(rng.integers(1, 40)), columns)), jnp.float32)
+    run = jax.jit(lambda x: weight.project(x, (None, None, None), 1))
+    got, dense = np.asarray(run(x))[0], np.asarray(weight.dense(jnp.float32), np.float64)
+    usual = np.linalg.norm(np.abs(np.asarray(x[0], np.float64)) @ np.abs(dense)) / np.sqrt(columns)
+    last = np.asarray(run(x[:, -1:]))[0, 0] if not native.not_by_default() else got[-1]
+    return {
+        "matmul": float(np.linalg.norm(got - np.asarray(x[0], np.float64) @ dense) / usual),
+        "bits": float((last != got[-1]).sum()),
+    }
 
 
 @proof("quant", count=200, sample=2, bound={"codes": 0.0, "values": 0.0, "packed": 0.0})

@@ -23,7 +23,7 @@ def compile_serving(argv: list[str]) -> int:
         max_len: int | None = None,
         max_batched_tokens: int = 256,
         dtype: Literal["float32", "bfloat16"] | None = None,
-        weights: str = "plain",
+        weights: str = "auto",
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
         layers: Literal["stacked", "apart"] = "stacked",
@@ -44,7 +44,7 @@ def compile_serving(argv: list[str]) -> int:
             max_len: maximum sequence length in tokens, prompt included; by default the model's context length.
             max_batched_tokens: token budget of a step.
             dtype: compute dtype of a model from another library, float32 by default.
-            weights: plain, packed, or a format that matrices are rounded to.
+            weights: auto, plain, packed, or a format that matrices are rounded to, as for `jaxllm serve`.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
