@@ -196,11 +196,11 @@ def written(rng: np.random.Generator, request: dict[str, Any]) -> dict[str, Any]
     return request | {"params": params}
 
 
-@proof("speculation", count=24, sample=1, float64=True, counts=("preemptions", "cancelled", "grammars"))
+@proof("speculation", count=24, sample=1, float64=True, counts=("preemptions", "cancelled", "grammars", "drafts"))
 def nothing_leaks(seed: int) -> dict[str, float]:
     """64 streams, a third with a grammar, cancelled, preempted and with weights replaced: every page comes back.
 
-    Lengths of drafts are the adaptive ones, of measured times. No program is compiled late.
+    Lengths of drafts are drawn, or the adaptive ones of measured times, which may be none. No program is compiled late.
     """
     rng = np.random.default_rng(seed)
     name, way = str(rng.choice(PROPOSERS)), str(rng.choice(["tight, recompute", "tight, swap"]))
@@ -209,8 +209,9 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     engine = build(way, "bytes", tokenizer=tokenizer, draft_trees=trees, draft_features=name in HEADS)
     proposer = proposer_of(name, engine, "bytes", rng)
     config = engine.config
+    measured = not trees and rng.random() < 0.5
     lengths = AdaptiveDraftLength(MOST, config.decode_buckets, config.prompt_buckets)
-    speculate(engine, proposer, FixedDraftLength(MOST) if trees else lengths)
+    speculate(engine, proposer, lengths if measured else RandomDraftLength(rng))
     made, step = list[Request](), 0
     traffic = [
         written(rng, one) if number % 3 == 0 else one for number, one in enumerate(engines.traffic(rng, config, 64))
@@ -235,6 +236,8 @@ def nothing_leaks(seed: int) -> dict[str, float]:
     if name != "ngram":
         runners.append(proposer if name in SLOT_DRAFTS else proposer.runner)
     assert all(one.program_cache is not None and one.program_cache.counts.late == 0 for one in runners)
-    assert engine.metrics.drafts > 0
+    assert measured or engine.metrics.drafts > 0
     gone = sum(one.finish == "cancelled" for one in ended)
-    return {"preemptions": float(engine.scheduler.preemptions), "cancelled": float(gone), "grammars": float(len(full))}
+    preempted, drafts = engine.scheduler.preemptions, engine.metrics.drafts
+    found = {"preemptions": preempted, "cancelled": gone, "grammars": len(full), "drafts": drafts}
+    return {key: float(value) for key, value in found.items()}
