@@ -102,7 +102,7 @@ class _Acceptance:
         return (accepted + 0.5 + math.sqrt(max(0.0, variance) + 0.25)) / (tried + 1)
 
     def inherited(self, now: int, at: int) -> _Acceptance:
-        """What a sequence that has generated ``at`` tokens begins with: up to ``INHERITED`` tokens of this evidence."""
+        """Evidence of a new sequence, which has generated ``at`` tokens: up to ``INHERITED`` tokens of this one."""
         kept = self._kept(now)
         share = kept * min(1.0, INHERITED / max(INHERITED, self.tried * kept))
         return _Acceptance(self.accepted * share, self.tried * share, at)
