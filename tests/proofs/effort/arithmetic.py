@@ -120,7 +120,7 @@ def adaptive_needs_fewer_tokens(case: str | int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         model = "smollm2" if case == "untrained" else str(fine_tuned(Path(name), learned, seed))
         sizes = EngineConfig(
-            max_sequences=32, max_batched_tokens=64, max_len=64, buckets=(64,), decode_steps=1, samplers=("plain",)
+            max_sequences=32, max_batched_tokens=64, max_len=64, buckets=(64,), decode_steps=1, samplers=("full",)
         )
         solver = EffortSolver(LLM(model, sizes))
         params, check = SamplingParams(max_tokens=8, seed=seed, temperature=1.0), ArithmeticVerifier()
