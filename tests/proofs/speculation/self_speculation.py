@@ -9,6 +9,7 @@ import jax
 
 from jaxllm.convert.load import load_model
 from jaxllm.data import load_dataset
+from jaxllm.data.dataset import TokenDataset
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
 from jaxllm.posttrain.frozen.draft_training import DRAFT_FILE, DraftRunConfig, train_draft
 from recipes.s3d import s3d_smollm2
@@ -25,6 +26,7 @@ def held_out(config: DraftRunConfig, count: int) -> list[list[int]]:
     """Beginnings of rows of the training text that no step has read."""
     loaded = load_model(config.init_from)
     text = load_dataset(config.data, loaded.tokenizer, loaded.template).train
+    assert isinstance(text, TokenDataset)
     assert text.rows_per_epoch >= config.data.batch_size * (WHOLE + count), "rows of another epoch have been read"
     return [text.batch_at(WHOLE + number).tokens[0][:PROMPT].tolist() for number in range(count)]
 
