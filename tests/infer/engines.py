@@ -40,6 +40,7 @@ from jaxllm.models import (
     functional,
     unstack_layers,
 )
+from jaxllm.text import ByteTokenizer
 from tests import quick, tiny
 
 VOCAB = 40
@@ -98,6 +99,9 @@ WIDE = {
 }
 """With heads for eight devices."""
 
+WRITERS = {"bytes": tiny.decoder(vocab_size=ByteTokenizer.vocab_size)}
+"""With the vocabulary of a tokenizer, for grammars."""
+
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
     "roomy": EngineConfig(max_sequences=4, max_batched_tokens=16, pages=80, page_size=8, buckets=(16,), **_FULL),
@@ -143,7 +147,7 @@ ENGINES = {
 
 
 def model_of(name: str, dtype: str) -> DecoderConfig:
-    return dataclasses.replace((MODELS | MIXTURES | WIDE)[name], dtype=dtype, param_dtype=dtype)
+    return dataclasses.replace((MODELS | MIXTURES | WIDE | WRITERS)[name], dtype=dtype, param_dtype=dtype)
 
 
 @functools.cache

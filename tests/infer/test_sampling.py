@@ -325,11 +325,18 @@ def test_beam_search_is_transformers(penalty, rng):
             assert [len(best) for best in sequence.top] == [1] * len(own)
 
 
-def test_a_cancelled_search_leaves_nothing(rng):
+@pytest.mark.parametrize("landed", [False, True])
+def test_a_cancelled_search_leaves_nothing(landed, rng):
+    """Nor does a round whose tokens have landed, since weights were replaced, but were not given out."""
     engine = engines.engine("roomy")
     request = engine.submit(rng.integers(0, VOCAB, 5).tolist(), SamplingParams(max_tokens=20, beams=3, n=2))
     for _ in range(5):
         assert engine.step() == []
+    if landed:
+        while not engine._in_flight:
+            assert engine.step() == []
+        engine.swap(engine.runner.params)
+        assert engine._cancelled
     engine.cancel(request)
     pieces = []
     while engine.busy:

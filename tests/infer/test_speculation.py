@@ -184,18 +184,39 @@ def test_draft_lengths_are_those_of_an_exhaustive_search(rng):
 
 
 def test_drafts_stop_where_none_is_accepted_and_are_tried_again():
-    length, (one,) = measured(AdaptiveDraftLength(4, (1,), (5,), 2.0), 2.0), many(1)
+    length, (one, other) = measured(AdaptiveDraftLength(4, (1,), (5,), 2.0), 2.0), many(2)
     assert length.counts([one]) == {one: 4}
     for _ in range(6):
         length.record_draft(one, 4, 0)
-    assert length.counts([one]) == {}
+    assert length.counts([one]) == length.counts([other]) == {}, "all sequences have taught the other"
     one.tokens += [0] * 8 * FADE
-    assert length.counts([one]) == {}, "all sequences have taught it"
-    length._passes += 8 * FADE
     one.request.params = SamplingParams(max_tokens=len(one.tokens) + 50)
     assert length.counts([one]) == {one: 4}
+    assert length.counts([other]) == {}
+    length._passes += 8 * FADE
+    assert length.counts([other]) == {other: 4}
     short = many(1, left=3)
     assert measured(AdaptiveDraftLength(4, (1,), (5,)), 5.0).counts(short) == {short[0]: 2}, "the last needs no draft"
+
+
+def test_one_refused_draft_is_little_evidence():
+    """A drafter that is right with 0.69 is worth 9% here; after a refusal it is tried again soon, after many it is not.
+
+    Without evidence any draft that could pay is tried, even where it pays only from an acceptance of 0.95.
+    """
+    length, (one,) = measured(AdaptiveDraftLength(4, (1,), (5,), 2.0), 2.0), many(1, left=10**6)
+    length.record_draft(one, 4, 0)
+    assert length.rate(one) == pytest.approx((0.5 + 0.5) / 2)
+    one.tokens += [0] * 2 * FADE
+    assert length.counts([one]) == {one: 4}
+    for _ in range(50):
+        length.record_draft(one, 4, 1)
+    assert length.rate(one) == pytest.approx(0.5, abs=0.06)
+    one.tokens += [0] * 2 * FADE
+    assert length.counts([one]) == {}
+    dear = measured(AdaptiveDraftLength(4, (1,), (5,), 1.1), 1.1)
+    assert dear.counts(many(1)) != {}
+    assert measured(AdaptiveDraftLength(4, (1,), (5,), 1.0), 1.0).counts(many(1)) == {}, "it could never pay"
 
 
 def test_rooflines_knee():

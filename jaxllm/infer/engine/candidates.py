@@ -44,6 +44,8 @@ class CandidateSelector:
             request = delta.request
             if (search := self._searches.get(request.id)) is not None:
                 out += self._advance(search, delta)
+            elif request.internal:
+                continue  # a round of a search that was cancelled, whose tokens had landed
             elif request.params.candidates == request.params.n:
                 out.append(delta)
             elif request.selected is None and all(s.finish is not None for s in request.sequences):

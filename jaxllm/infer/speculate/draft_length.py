@@ -5,10 +5,15 @@ and a pass of the drafter. Decoding is bound by memory while a batch is small, s
 arithmetic when it is large: then no draft pays, and sequences decode plainly, several tokens a step. Costs are measured
 as steps run; a step that has not run yet is estimated by the roofline. It is the goodput of SmartSpec
 (arXiv:2406.14066), with a length for each sequence.
+
+Acceptance is only seen where drafts are verified, so that a sequence whose first drafts happen to be refused must not
+be given up for good. It is a bandit problem: what counts is not the share of accepted tokens but an upper confidence
+bound of it, which is far above the share after few tokens, and evidence fades.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -16,11 +21,9 @@ from typing import Protocol, runtime_checkable
 
 from jaxllm.infer.engine.sequence import Sequence
 
-OPTIMISM = 0.8
-"""Acceptance that is assumed before anything is verified, and that old evidence fades to."""
-WEIGHT = 4.0
-"""Evidence, in tokens, that the assumed acceptance counts as."""
-FADE = 128
+INHERITED = 4.0
+"""Most draft tokens of all sequences that a new sequence's evidence begins with."""
+FADE = 192
 """Tokens after which evidence counts half, so that drafting is tried again now and then."""
 MARGIN = 1.03
 """Gain in speed from which drafting is worth its variance."""
@@ -73,7 +76,12 @@ class FixedDraftLength:
 
 @dataclass
 class _Acceptance:
-    """Evidence about the acceptance of draft tokens, which fades as tokens are generated without any."""
+    """Evidence about the acceptance of draft tokens, which fades as tokens are generated without any.
+
+    Attributes:
+        accepted, tried: draft tokens that were compared, and those of them that were equal.
+        at: tokens that had been generated then.
+    """
 
     accepted: float = 0.0
     tried: float = 0.0
@@ -84,10 +92,20 @@ class _Acceptance:
         kept = self._kept(now)
         self.accepted, self.tried, self.at = self.accepted * kept + accepted, self.tried * kept + tried, now
 
-    def rate(self, assumed: float, now: int) -> float:
-        """Expected acceptance of the next draft token."""
+    def bound(self, now: int) -> float:
+        """Upper confidence bound, of one standard deviation, of the next draft token's acceptance: 1 without evidence.
+
+        It is the score interval's (E. B. Wilson 1927), which holds for few tokens too.
+        """
+        accepted, tried = self.accepted * self._kept(now), self.tried * self._kept(now)
+        variance = accepted * (1 - accepted / tried) if tried else 0.0
+        return (accepted + 0.5 + math.sqrt(max(0.0, variance) + 0.25)) / (tried + 1)
+
+    def inherited(self, now: int, at: int) -> _Acceptance:
+        """Evidence of a new sequence, which has generated ``at`` tokens: up to ``INHERITED`` tokens of this one."""
         kept = self._kept(now)
-        return (self.accepted * kept + assumed * WEIGHT) / (self.tried * kept + WEIGHT)
+        share = kept * min(1.0, INHERITED / max(INHERITED, self.tried * kept))
+        return _Acceptance(self.accepted * share, self.tried * share, at)
 
     def _kept(self, now: int) -> float:
         return 0.5 ** (max(0, now - self.at) / FADE)
@@ -158,9 +176,11 @@ class AdaptiveDraftLength:
         return counts
 
     def rate(self, one: Sequence) -> float:
-        """Expected acceptance of a sequence's next draft token."""
-        overall = self._all.rate(OPTIMISM, self._passes)
-        return self._own[one].rate(overall, one.generated) if one in self._own else overall
+        """Upper confidence bound of the acceptance of a sequence's next draft token."""
+        return self._evidence(one).bound(one.generated)
+
+    def _evidence(self, one: Sequence) -> _Acceptance:
+        return self._own.get(one) or self._all.inherited(self._passes, one.generated)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a pass that decodes a token of each of so many sequences."""
@@ -179,8 +199,9 @@ class AdaptiveDraftLength:
     def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         """Records a verification; nothing proposed counts as a refused token."""
         tried = accepted + (accepted < proposed or not proposed)
+        self._own[sequence] = own = self._evidence(sequence)
+        own.add(accepted, tried, sequence.generated)
         self._all.add(accepted, tried, self._passes)
-        self._own.setdefault(sequence, _Acceptance()).add(accepted, tried, sequence.generated)
 
     def record_drafting(self, depth: int, seconds: float) -> None:
         """Records the time of drafting."""

@@ -86,11 +86,12 @@ def train_draft(config: DraftRunConfig) -> TrainResult:
     def parts(loaded: LoadedModel) -> Parts:
         start = loaded.model, loaded.params, loaded.mesh
         draft, axes = new_draft(*start, layers, config.adapter, config.tokens - 1, config.seed)
-        values = {"masks": draft.masks, "factors": {path: (one.a, one.b) for path, one in draft.factors.items()}}
+        factors = {path: {"a": one.a, "b": one.b} for path, one in draft.factors.items()}
+        values = {"masks": draft.masks, "factors": factors}
         scales = {path: one.scale for path, one in draft.factors.items()}
 
         def made(values: Any) -> TrainedDraft:
-            factors = {path: LowRank(a, b, scales[path]) for path, (a, b) in values["factors"].items()}
+            factors = {path: LowRank(one["a"], one["b"], scales[path]) for path, one in values["factors"].items()}
             return TrainedDraft(tuple(layers), values["masks"], factors)
 
         def step(rule: optax.GradientTransformation) -> Step:
@@ -127,7 +128,7 @@ def new_draft(
     factors = {path: jax.tree.map(jnp.asarray, one) for path, one in found.factors.items()}
     draft = TrainedDraft(tuple(layers), jnp.asarray(table.mean(0) + 0.1 * table.std() * noise, jnp.float32), factors)
     axes = {
-        path: (("layers",) + (None,) * (one.a.ndim - 1), ("layers",) + (None,) * (one.b.ndim - 1))
+        path: {name: ("layers",) + (None,) * (x.ndim - 1) for name, x in (("a", one.a), ("b", one.b))}
         for path, one in factors.items()
     }
     return draft, {"masks": (None, "embed"), "factors": axes}

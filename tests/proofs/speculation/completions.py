@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -13,9 +14,12 @@ import scipy.stats
 from jaxllm.infer import Engine, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.engine.sequence import Request
+from jaxllm.infer.grammar import Grammar
 from jaxllm.infer.speculate.draft_head import FUSIONS
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer
+from jaxllm.text import ByteTokenizer
 from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
 from tests.infer import engines
 from tests.infer.drafts import drawn_head, drawn_module, learned_head, trained_draft
@@ -45,12 +49,17 @@ class RandomDraftLength(FixedDraftLength):
         return {one: int(rng.integers(1, MOST + 1)) for one in sequences if rng.random() < 0.8}
 
 
-def build(way: str, family: str, **fields: Any) -> Engine:
+def build(way: str, family: str, *, tokenizer: Any = None, **fields: Any) -> Engine:
     """An engine that verifies, in float64; ``speculate`` gives it a proposer."""
     sizes = dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, **fields)
     apart = way == "layers apart"
     return engines.build(
-        sizes, family, "float64", apart=apart, proposer=OracleProposer("silent", np.random.default_rng(0), 1)
+        sizes,
+        family,
+        "float64",
+        apart=apart,
+        tokenizer=tokenizer,
+        proposer=OracleProposer("silent", np.random.default_rng(0), 1),
     )
 
 
@@ -172,26 +181,41 @@ def softmax(logs: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-@proof("speculation", count=6, sample=1, counts=("preemptions",))
+FORM = r"[a-f]{3}[0-9]{5,20}"
+
+
+def written(rng: np.random.Generator, request: dict[str, Any]) -> dict[str, Any]:
+    """A request with a grammar in place of its parameters."""
+    params = SamplingParams(
+        max_tokens=int(rng.integers(1, engines.LONGEST - len(request["prompt"]) + 1)),
+        temperature=float(rng.choice([0.0, 0.7])),
+        seed=int(rng.integers(2**32)),
+        n=int(rng.integers(1, 3)),
+        grammar=Grammar.regex(FORM),
+    )
+    return request | {"params": params}
+
+
+@proof("speculation", count=24, sample=1, float64=True, counts=("preemptions", "cancelled", "grammars", "drafts"))
 def nothing_leaks(seed: int) -> dict[str, float]:
-    """64 streams, cancelled, preempted and with weights replaced, under measured lengths: every page comes back."""
+    """64 streams, a third with a grammar, cancelled, preempted and with weights replaced: every page comes back.
+
+    Lengths of drafts are drawn, or the adaptive ones of measured times, which may be none. No program is compiled late.
+    """
     rng = np.random.default_rng(seed)
     name, way = str(rng.choice(PROPOSERS)), str(rng.choice(["tight, recompute", "tight, swap"]))
     way = "tight, recompute" if name in HEADS else way
-    fields = {"draft_trees": name == "tree", "draft_features": name in HEADS}
-    engine = engines.build(
-        dataclasses.replace(engines.ENGINES[way], verify_tokens=MOST, **fields),
-        proposer=OracleProposer("silent", rng, 1),
-    )
-    if name in ("draft", "tree"):
-        make: Any = engines.draft if name == "draft" else engines.tree_draft
-        proposer: Any = make(engine, engines.MODELS["llama"], engines.params_of("llama", "float32"))
-    else:
-        proposer = NgramProposer() if name == "ngram" else proposer_of(name, engine, "llama", rng)
+    tokenizer, trees = ByteTokenizer(), name == "tree"
+    engine = build(way, "bytes", tokenizer=tokenizer, draft_trees=trees, draft_features=name in HEADS)
+    proposer = proposer_of(name, engine, "bytes", rng)
     config = engine.config
-    speculate(engine, proposer, AdaptiveDraftLength(MOST, config.decode_buckets, config.prompt_buckets))
-    made, step = [], 0
-    traffic = engines.traffic(rng, config, 64)
+    measured = not trees and rng.random() < 0.5
+    lengths = AdaptiveDraftLength(MOST, config.decode_buckets, config.prompt_buckets)
+    speculate(engine, proposer, lengths if measured else RandomDraftLength(rng))
+    made, step = list[Request](), 0
+    traffic = [
+        written(rng, one) if number % 3 == 0 else one for number, one in enumerate(engines.traffic(rng, config, 64))
+    ]
     while engine.busy or len(made) < len(traffic):
         for one in traffic[len(made) : len(made) + int(rng.integers(0, 4))]:
             made.append(engine.submit(one["prompt"], one["params"], salt=one["salt"]))
@@ -203,11 +227,17 @@ def nothing_leaks(seed: int) -> dict[str, float]:
         engines.check_books(engine)
         step += 1
         assert step < 20_000
-    assert all(s.finish in ("stop", "length", "cancelled") for r in made for s in r.sequences)
+    ended = [sequence for request in made for sequence in request.sequences]
+    assert all(one.finish in ("stop", "length", "cancelled") for one in ended)
+    full = [one for one in ended if one.request.params.grammar is not None and one.finish == "stop"]
+    assert all(re.fullmatch(FORM, one.text) for one in full)
     assert all(pages.available == pages.count for pages in engine.scheduler.pages)
     runners: list[Any] = [engine.runner]
     if name != "ngram":
         runners.append(proposer if name in SLOT_DRAFTS else proposer.runner)
     assert all(one.program_cache is not None and one.program_cache.counts.late == 0 for one in runners)
-    assert engine.metrics.drafts > 0
-    return {"preemptions": float(engine.scheduler.preemptions)}
+    assert measured or engine.metrics.drafts > 0
+    gone = sum(one.finish == "cancelled" for one in ended)
+    preempted, drafts = engine.scheduler.preemptions, engine.metrics.drafts
+    found = {"preemptions": preempted, "cancelled": gone, "grammars": len(full), "drafts": drafts}
+    return {key: float(value) for key, value in found.items()}
