@@ -80,7 +80,7 @@ def share_right(model: str, rows: list[dict[str, str]]) -> float:
     rewards = [
         first_number(row["prompt"], completion.text, row)
         for row, request in zip(rows, found, strict=True)
-        for completion in request.completions
+        for completion in request.outputs
     ]
     assert len(rewards) == len(rows) * SAMPLES
     return float(np.mean(rewards))

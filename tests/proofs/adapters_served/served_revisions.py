@@ -120,11 +120,13 @@ async def _load(url: str, rng: random.Random) -> None:
             ends[status] += 1
 
         stirring = asyncio.create_task(stir())
-        for _ in range(3):
+        rounds = 0
+        while rounds < 3 or (ends["load", 200] <= 10 and rounds < 20):  # a busy machine answers few of them in three
             models = [rng.choice(["v0", "v1", "v2", "tiny"]) for _ in range(STREAMS)]
             await asyncio.gather(*map(ask, models))
+            rounds += 1
         busy = False
         await stirring
-        assert ends[200] + ends[404] == 3 * STREAMS
+        assert ends[200] + ends[404] == rounds * STREAMS
         assert ends[200] > STREAMS
         assert ends["load", 200] > 10
