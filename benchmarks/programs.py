@@ -52,6 +52,7 @@ RECIPES = {
     "dpo_smollm2": "h100:1x1",
     "grpo_arith_smollm2": "h100:1x1",
     "grpo_tools_smollm2": "h100:1x1",
+    "llama3_8b_grpo": "v6e:8x8",
     "ipo_smollm2": "h100:1x1",
     "kto_smollm2": "h100:1x1",
     "orpo_smollm2": "h100:1x1",

@@ -253,6 +253,7 @@ def test_a_read_that_failed_ahead_of_its_use_is_tried_again(tmp_path):
     want = engines.serve(engine, serve)[0].sequences[0].tokens
     first = window.units[0]
     store = window.stores[first]
+    wait([future for _, future in window._ahead])  # else the read that is under way fails too
     window.stores = {**window.stores, first: FullDevice()}  # type: ignore[dict-item]
     window.restart()
     wait([future for _, future in window._ahead])

@@ -24,7 +24,8 @@ def test_every_text_occurs_once():
     for room, one in ROWS:
         try:
             changed = one.apply((environment.ROOT / one.file).read_text(encoding="utf-8"))
-            ast.parse(changed)
+            if one.file.endswith(".py"):
+                ast.parse(changed)
         except (MutantError, OSError, SyntaxError) as error:
             problems.append(f"{room}/{one.name}: {error}")
     assert not problems, "\n" + "\n".join(problems)
