@@ -129,7 +129,7 @@ def test_a_run_is_loaded_in_it_and_neither_trained_nor_exported(tmp_path):
     assert np.abs(np.asarray(gate.dense(np.float32)) - whole).max() <= np.abs(whole).max() / 13
     with pytest.raises(NotImplementedError, match=r"packed \(quantised\) and have no gradients"):
         value_and_grad(loaded.model)(loaded.params, tiny.batch(0, 2, 8, 40, packed=False))
-    with pytest.raises(HubError, match=r"give one of plain, packed, .*nibbles\. Did you mean 'nibbles'"):
+    with pytest.raises(HubError, match=r"give one of auto, plain, packed, .*nibbles\. Did you mean 'nibbles'"):
         load_model(directory, weights="nibble")
     narrow = functional(dataclasses.replace(CONFIG, embed_dim=24, dtype="float32", param_dtype="float32"))
     with pytest.raises(ValueError, match=r"attention/k: int4: 16 values share a scale, but 24 is no multiple of 16\."):
