@@ -15,6 +15,9 @@ from jaxllm.train.config import EngineBeside, RunConfig
 from jaxllm.train.step.objective import ObjectiveConfig
 from sharding import MeshSpec
 
+PAGE = 32
+"""Tokens of a page of the KV cache of the engine that samples."""
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -140,7 +143,7 @@ class PolicyRunConfig(RunConfig):
     def engine_beside(self) -> EngineBeside:
         """The engine that samples rollouts: a prompt and its completion are at most a row and the token after it."""
         rollout = self.rollout
-        return EngineBeside(rollout.mesh, rollout.max_sequences, self.data.seq_len + 2)
+        return EngineBeside(rollout.mesh, rollout.max_sequences, self.data.seq_len + 2, PAGE)
 
     @property
     def completions(self) -> int:

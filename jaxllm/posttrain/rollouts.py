@@ -23,6 +23,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.models import Functional
 from jaxllm.peft.adapter import Adapter
+from jaxllm.posttrain.policy_config import PAGE
 from jaxllm.posttrain.prompts import Prompt
 from jaxllm.text import Tokenizer
 from sharding import MeshSpec
@@ -34,10 +35,6 @@ Completions = list[list[engine_sequence.Sequence]]
 Found = TypeVar("Found")
 Sampling = Generator[Requests, Completions, Found]
 """Sampling of a policy: yields the requests that it needs next, is sent their completions, returns what it found."""
-
-
-PAGE = 32
-"""Tokens of a page of the engine's KV cache."""
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,13 @@ class EngineBeside:
         mesh: mesh that it serves on, over the first devices of the run's; empty: the run's own.
         sequences: sequences of a replica at a time.
         tokens: most tokens of a sequence.
+        page: tokens of a page of its KV cache.
     """
 
     mesh: str
     sequences: int
     tokens: int
+    page: int
 
 
 @dataclass(frozen=True)

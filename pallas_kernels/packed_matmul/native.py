@@ -38,7 +38,7 @@ FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 PROCESSOR = ("-march=native",)
 """The compiler's flags for the processor that programs run on."""
 NativeKind = Literal["scale", "minimum", "zero", "exponent", "blocks", "signed_blocks", "blocks_with_minima"]
-"""What is stored for groups, in the order of the source's ``Kind``."""
+"""Kind of a group's stored parameters; the order is that of the enum ``Kind`` of native.cc."""
 FEWEST = 16
 """Outputs of a vector."""
 MOST_ROWS = 512

@@ -23,8 +23,6 @@ from pallas_kernels.paged_attention import PageFormat
 from pallas_kernels.paged_attention.kv_formats import quantised_formats
 from sharding import MeshSpec
 
-PAGE = 32
-"""Tokens of a page of the engine's KV cache."""
 SLOT_MULTIPLE = {"tpu": 128}
 """Elements that a slot of the KV cache is padded to a multiple of, by platform (``PageFormat.multiple``)."""
 
@@ -68,7 +66,7 @@ def engine_bytes(config: DecoderConfig, engine: EngineBeside, mesh: MeshSpec, pl
     places = placements(model, shapes, abstract)
     shards = zip(jax.tree.leaves(shapes), jax.tree.leaves(places), strict=True)
     weights = sum(math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize for x, place in shards)
-    tokens = (engine.sequences * -(-engine.tokens // PAGE) + 1) * PAGE
+    tokens = (engine.sequences * -(-engine.tokens // engine.page) + 1) * engine.page
     groups, tensor = layer_groups(config, config.dtype), dict(own.axes).get("tensor", 1)
     slots = sum(len(one.layers) * slot_bytes(one.kv_spec, one.dtype, tensor, platform) for one in groups)
     state = jax.eval_shape(lambda: logits_processors.empty_state(engine.sequences, config.vocab_size))

@@ -105,10 +105,12 @@ def _print_rollouts(config: RunConfig, on: str, report: CompileReport) -> None:
     from jaxllm.config import ConfigError
     from jaxllm.parallel.sharding_table_view import columns
     from jaxllm.posttrain.compile_rollouts import compile_rollouts_for
+    from sharding import ShardingError
+    from sharding.isolate import OutOfDeviceMemory
 
     try:
         found = compile_rollouts_for(config, on, progress=progress_line("rollouts: "))
-    except ConfigError as error:
+    except (ConfigError, ShardingError, OutOfDeviceMemory) as error:
         print(f"\nrollouts were not compiled: {error}")
         return
     rows = [
