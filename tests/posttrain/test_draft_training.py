@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxllm.posttrain import DraftRunConfig
 from jaxllm.posttrain.frozen.draft_training import branched_row, draft_step, new_draft
 from jaxllm.posttrain.frozen.visible_tokens import VisibleTokens
 from recipes.s3d import s3d_smollm2
+from tests import quick
 from tests.infer import engines, meshes
 from tests.infer.drafts import ADAPTER, layers_of, one_device, trained_draft
 from tests.infer.proposers import OracleProposer
@@ -30,14 +32,28 @@ from tests.infer.test_verification import asked, equal
 from tests.proofs.speculation.completions import speculate
 
 
-def passes(model: str, draft: TrainedDraft, text: list[int], masks: int) -> np.ndarray:
-    """Logits after the last token of a text and after each mask token, without a cache."""
+def pass_alone(model: str, draft: TrainedDraft) -> Callable[[list[int], int], np.ndarray]:
+    """``(text, masks) -> logits`` after the last token of a text and after each mask token, without a cache.
+
+    One program for all lengths: what is behind the tokens changes nothing in front of it.
+    """
     whole, params = functional(engines.model_of(model, "float64")), engines.params_of(model, "float64")
     smaller, kept = with_layers(whole, params, list(draft.layers))
     weights = drafting_params(draft, smaller, kept, merge=False)
-    tokens = jnp.asarray([[*text, *range(engines.VOCAB, engines.VOCAB + masks)]], jnp.int32)
-    hidden = smaller.forward(weights, tokens, jnp.arange(tokens.shape[1])[None], Segments())[0]
-    return np.asarray(smaller.head(weights, hidden[:, len(text) - 1 :])[0])
+    length = engines.LONGEST + draft.masks.shape[0]
+
+    @quick.jit
+    def run(weights: Any, tokens: Any) -> Any:
+        hidden, _ = smaller.forward(weights, tokens, jnp.arange(length)[None], Segments())
+        return smaller.head(weights, hidden)[0]
+
+    def logits(text: list[int], masks: int) -> np.ndarray:
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(text) + masks] = [*text, *range(engines.VOCAB, engines.VOCAB + masks)]
+        with quick.mesh_of(weights):
+            return np.asarray(run(weights, tokens))[len(text) - 1 : len(text) + masks]
+
+    return logits
 
 
 @pytest.mark.drawn(0.3)
@@ -55,9 +71,10 @@ def test_branches_of_a_row_are_passes_alone(family, rng, float64):
     weights = drafting_params(draft, smaller, kept, merge=False)
     hidden, _ = smaller.forward(weights, row.tokens, row.positions, VisibleTokens(row.visible))
     logits = np.asarray(smaller.head(weights, jnp.take_along_axis(hidden, row.places[..., None], axis=1)))[0]
+    alone = pass_alone(family, draft)
     for number, anchor in enumerate(at[0].tolist()[:5]):
         begin = 0 if anchor < 11 else 11
-        want = passes(family, draft, tokens[0, begin : anchor + 1].tolist(), 2)
+        want = alone(tokens[0, begin : anchor + 1].tolist(), 2)
         np.testing.assert_allclose(logits[3 * number : 3 * number + 3], want, rtol=0, atol=1e-10)
     known = np.asarray(row.known).reshape(6, 3)
     assert known.tolist() == [[True] * 3, [True, True, False], [True, False, False], [True] * 3,
@@ -80,14 +97,14 @@ def test_an_engine_drafts_what_a_pass_alone_drafts(way, family, rng, float64, tm
     want = engines.serve(engine, requests)
     proposer, drafts = engines.self_draft(engine, draft), 0
     speculate(engine, proposer, FixedDraftLength(3))
-    propose = proposer.propose_all
+    propose, alone = proposer.propose_all, pass_alone(family, draft)
 
     def checked(wanted: list[Any]) -> Any:
         nonlocal drafts
         found = propose(wanted)
         for (one, count), tokens in zip(wanted, found, strict=True):
             if tokens and one.request.params.temperature == 0 and not drafts > 40:
-                likeliest = passes(family, draft, one.tokens, min(count, 3) - 1).argmax(axis=1).tolist()
+                likeliest = alone(one.tokens, min(count, 3) - 1).argmax(axis=1).tolist()
                 assert tokens == likeliest[: len(tokens)]
                 drafts += 1
         return found
@@ -125,7 +142,7 @@ def test_a_mesh_drafts_the_same(rng, float64):
     one = engine.submit(text, SamplingParams(max_tokens=1, temperature=0.0))
     engine.step()
     sequence = one.sequences[0]
-    likeliest = passes("wide", draft, sequence.tokens, 2).argmax(axis=1).tolist()
+    likeliest = pass_alone("wide", draft)(sequence.tokens, 2).argmax(axis=1).tolist()
     sequence.slot = max(sequence.slot, 0)
     found = next(iter(proposer.propose_all([(sequence, 3)])))
     assert found == likeliest

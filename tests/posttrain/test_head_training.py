@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jaxllm.infer.speculate.proposer_table import configured
 from jaxllm.models import Segments, functional
 from jaxllm.posttrain import DraftHeadRunConfig
 from recipes.eagle import eagle_smollm2
+from tests import quick
 from tests.infer import engines, meshes
 from tests.infer.drafts import drawn_head, learned_head
 from tests.infer.proposers import OracleProposer
@@ -44,25 +46,32 @@ def build(way: str, family: str, dtype: str = "float64", **fields: Any) -> Any:
     return engines.build(sizes, family, dtype, proposer=silent, apart=way == "layers apart")
 
 
-def likeliest(family: str, head: DraftHead, tokens: list[int], found: int, count: int) -> list[int]:
-    """Greedy draft by whole passes, without a cache; ``found`` tokens have no features."""
+def whole_passes(family: str, head: DraftHead) -> Callable[[list[int], int, int], list[int]]:
+    """``(tokens, found, count) -> draft``, greedy and without a cache; ``found`` tokens have no features.
+
+    One program for all lengths: what is behind the tokens changes nothing in front of it.
+    """
     whole, params = functional(engines.model_of(family, "float64")), engines.params_of(family, "float64")
     smaller, _ = head_model(whole, params)
+    positions = jnp.arange(engines.LONGEST, dtype=jnp.int32)[None]
+    features = quick.jit(lambda tokens: whole.forward(params, tokens, positions, Segments())[0][0])
 
-    def row(many: int) -> jax.Array:
-        return jnp.arange(many, dtype=jnp.int32)[None]
+    @quick.jit
+    def drafted(before: Any, tokens: Any) -> Any:
+        made, _ = head_forward(smaller, params, head, before, tokens, positions, Segments())
+        return made[0], jnp.argmax(smaller.head(params, made)[0], axis=-1)
 
-    known, _ = whole.forward(params, jnp.asarray([tokens], jnp.int32), row(len(tokens)), Segments())
-    before = np.pad(np.asarray(known[0, :-1]), ((1, 0), (0, 0)))
-    before[: found + 1] = 0
-    draft = []
-    for _ in range(count):
-        every = jnp.asarray([[*tokens, *draft]], jnp.int32)
-        made, _ = head_forward(
-            smaller, params, head, jnp.asarray(before)[None], every, row(every.shape[1]), Segments()
-        )  # fmt: skip
-        draft.append(int(jnp.argmax(smaller.head(params, made)[0, -1])))
-        before = np.concatenate([before, np.asarray(made[0, -1:])])
+    def draft(tokens: list[int], found: int, count: int) -> list[int]:
+        padded = np.zeros((1, engines.LONGEST), np.int32)
+        padded[0, : len(tokens)] = tokens
+        before = np.pad(np.asarray(features(padded)), ((1, 0), (0, 0)))[: engines.LONGEST]
+        before[: found + 1] = 0
+        for end in range(len(tokens), len(tokens) + count):
+            made, likeliest = drafted(before[None], padded)
+            if end < engines.LONGEST:
+                padded[0, end], before[end] = likeliest[end - 1], made[end - 1]
+        return [*padded[0, len(tokens) : len(tokens) + count].tolist()]
+
     return draft
 
 
@@ -82,14 +91,14 @@ def test_an_engine_drafts_what_whole_passes_draft(way, family, fusion, rng, floa
     proposer, drafts = engines.head_draft(engine, head), 0
     speculate(engine, proposer, FixedDraftLength(TOKENS))
     propose = proposer.propose_all
-    exact = DraftHead(fusion, jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), head.weights))
+    exact = whole_passes(family, DraftHead(fusion, jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), head.weights)))
 
     def checked(wanted: list[Any]) -> Any:
         nonlocal drafts
         found = propose(wanted)
         for (one, count), tokens in zip(wanted, found, strict=True):
             if tokens and one.request.params.temperature == 0 and not drafts > 8:
-                assert tokens == likeliest(family, exact, one.tokens, one.found, count)[: len(tokens)]
+                assert tokens == exact(one.tokens, one.found, count)[: len(tokens)]
                 drafts += 1
         return found
 
