@@ -10,6 +10,7 @@ from jaxllm.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from jaxllm.posttrain.algorithms import ALGORITHMS, Algorithm
+    from jaxllm.posttrain.frozen.distillation import DistillationRunConfig, train_distilled
     from jaxllm.posttrain.frozen.draft_training import DraftRunConfig, train_draft
     from jaxllm.posttrain.frozen.head_training import DraftHeadRunConfig, train_head
     from jaxllm.posttrain.frozen.retention_training import HeadsRunConfig, train_heads
@@ -22,6 +23,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "jaxllm.posttrain.algorithms": ("ALGORITHMS", "Algorithm"),
+        "jaxllm.posttrain.frozen.distillation": ("DistillationRunConfig", "train_distilled"),
         "jaxllm.posttrain.frozen.draft_training": ("DraftRunConfig", "train_draft"),
         "jaxllm.posttrain.policies_together": ("train_policies_together",),
         "jaxllm.posttrain.policy_config": ("PolicyRunConfig", "RolloutConfig"),
@@ -36,12 +38,14 @@ __all__ = [
     "ALGORITHMS",
     "REWARDS",
     "Algorithm",
+    "DistillationRunConfig",
     "DraftHeadRunConfig",
     "DraftRunConfig",
     "HeadsRunConfig",
     "PolicyRunConfig",
     "RewardError",
     "RolloutConfig",
+    "train_distilled",
     "train_draft",
     "train_head",
     "train_heads",
