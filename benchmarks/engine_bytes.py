@@ -1,14 +1,15 @@
 """Bytes that a decode step of an 8B model moves, by those of its weights and cache, compiled for a device far away.
 
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
-        [--layers stacked,apart] [--weights bfloat16,int4,int8] [--tiny]
+        [--layers stacked,apart] [--weights bfloat16,int4,int8] [--verify 0,1,2,4,7] [--tiny]
 
 The step is the engine's decode program of the recipe llama3_8b in bfloat16, or with its matrices packed. Bytes come
 from the text of the compiled program (`jaxllm.compiler.hbm_traffic`); the attention kernel's loops depend on data, so
 its traffic is added as the KV cache read once. Work that a call does once, before its first decode step (a weight gets
 another layout), is reported separately, since one call runs up to eight decode steps. Layers are stacked, as in
 training, or unstacked. "planned" are bytes of weights and cache by the formula of `jaxllm plan`, "arguments" those of
-the compiled program's arguments.
+the compiled program's arguments. With ``--verify N`` the step verifies N draft tokens of each sequence instead: "moved"
+are its bytes, and "cycles" the compute time of the call by the TPU compiler's estimate, of a decode call with one step.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from typing import Any
 
 
 def compiled(
-    topology: Any, batch: int, context: int, layers: str, weights: str = "bfloat16", tiny: bool = False
+    topology: Any, batch: int, context: int, layers: str, weights: str = "bfloat16", verify: int = 0, tiny: bool = False
 ) -> dict[str, Any]:
     """In a child that is set up for the topology's compiler.
 
     Args:
         weights: "bfloat16", or a row of ``WEIGHT_FORMATS``.
+        verify: draft tokens of each sequence that the step verifies; 0: it decodes.
         tiny: two layers, narrow, to try the command.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxllm.compiler import hbm_traffic
+    from jaxllm.compiler import collectives, hbm_traffic
     from jaxllm.infer.decode_benchmark import kv_bytes_per_token
     from jaxllm.infer.runner.engine_step import EngineStep
     from jaxllm.infer.runner.paged_cache import layer_groups
@@ -55,7 +57,8 @@ def compiled(
     model, groups = serving_model(functional(config)), layer_groups(config)
     page, longest = 32, 2 * context
     columns = longest // page
-    shape = StepShape(batch, batch, True, False, batch, columns, 1, 8, 1, "float32")
+    rows = 1 + verify
+    shape = StepShape(batch * rows, batch, not verify, False, batch, columns, 1, 8, 1, "float32", rows)
     # Of one device and with nothing to track: as an engine on one device is, but compiled for this one.
     mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.NamedSharding(mesh, jax.P())
@@ -77,7 +80,8 @@ def compiled(
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
     found = hbm_traffic.read(text)
-    step_bytes = hbm_traffic.read(text, turns=2).bytes - found.bytes
+    # Of a program that decodes several steps, one is what a second turn of its loop adds.
+    step_bytes = found.bytes if verify else hbm_traffic.read(text, turns=2).bytes - found.bytes
     nbytes = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
     read = nbytes(params)
     if not config.tied:
@@ -89,7 +93,7 @@ def compiled(
         "weights": read, "cache": cache, "arguments": memory.argument_size_in_bytes,
         "planned": plan.device_weight_bytes + plan.token_bytes * page * pages,
         "moved": step_bytes + cache, "before": found.bytes - step_bytes, "temporaries": memory.temp_size_in_bytes,
-        "data_loops": found.data_loops, "kernels": found.kernels,
+        "data_loops": found.data_loops, "kernels": found.kernels, "cycles": collectives.read(text).cycles,
     }  # fmt: skip
 
 
@@ -103,28 +107,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--layers", default="stacked,apart")
     parser.add_argument("--weights", default="bfloat16", help="bfloat16, or formats of packed weights: int4,nf4,...")
+    parser.add_argument("--verify", default="0", help="draft tokens that the step verifies; 0: a decode step")
     parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     for on in options.on.split(","):
-        cells = itertools.product(map(int, options.batches.split(",")), *(
-            given.split(",") for given in (options.layers, options.weights)
-        ))  # fmt: skip
-        for batch, layers, weights in cells:
-            cell = {"batch": batch, "layers": layers, "weights": weights}
+        batches, drafts = (map(int, given.split(",")) for given in (options.batches, options.verify))
+        cells = itertools.product(batches, options.layers.split(","), options.weights.split(","), drafts)
+        for batch, layers, weights, verify in cells:
+            cell = {"batch": batch, "layers": layers, "weights": weights, "verify": verify}
             kwargs = cell | {"context": options.context, "tiny": options.tiny}
             row = run_isolated("benchmarks.engine_bytes:compiled", on, kwargs)
             if options.json:
-                print(json.dumps({"on": on, "format": weights, "batch": batch, "layers": layers} | row), flush=True)
+                print(json.dumps({"on": on, "format": weights} | cell | row), flush=True)
                 continue
             least = row["weights"] + row["cache"]
             print(
-                f"{on:9} {weights:8} batch {batch:3} {layers:7}: {row['moved'] / 1e9:7.2f} GB moved, "
+                f"{on:9} {weights:8} batch {batch:3} {layers:7} verify {verify}: {row['moved'] / 1e9:7.2f} GB moved, "
                 f"{least / 1e9:7.2f} GB of weights and cache: "
                 f"{row['moved'] / least:.3f}, a roofline of {least / row['moved']:.0%}; "
                 f"{row['before'] / least:.3f} once a call; "
                 f"{row['temporaries'] / 1e6:.0f} MB of temporaries; "
-                f"arguments {row['arguments'] / row['planned']:.4f} of the plan's",
+                f"arguments {row['arguments'] / row['planned']:.4f} of the plan's"
+                + (f"; {row['cycles'] / 1e6:.2f} M cycles" if row["cycles"] else ""),
                 flush=True,
             )
     return 0
