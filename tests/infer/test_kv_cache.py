@@ -203,6 +203,7 @@ def test_scores_on_meshes(mesh, rng, float64):
     assert engine.metrics.dropped_entries == alone.metrics.dropped_entries > 0 or engine.scheduler.preemptions > 0
 
 
+@pytest.mark.drawn(0.5)
 def test_report_of_a_rule():
     """``/config`` says what stayed and left; under a rule by position, of the sequences that have ended."""
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)

@@ -95,6 +95,7 @@ def rounds(proposer: LayerParallelProposer, rng: np.random.Generator) -> list[An
     return drafts
 
 
+@pytest.mark.drawn(0.5)
 def test_one_layer_at_a_time_is_the_draft_model(verifying: Engine, float64):
     """The same tokens, greedy and sampled, as a draft model with a paged KV cache samples."""
     ordinary = engines.draft(verifying, DEEP, params_of())

@@ -40,6 +40,7 @@ def serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> l
     return [one.sequences[0].tokens for one in asked]
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("family", mtp_models.FAMILIES)
 def test_logits_are_those_of_transformers_layers(family, tmp_path, rng, float64):
     """Of two drafted tokens, the second from the module's own feature."""

@@ -162,6 +162,7 @@ def test_plain_shapes_can_come_first():
     assert by_usefulness(only, plain=True) == by_usefulness(only), "an engine with one sampler has no choice"
 
 
+@pytest.mark.drawn(0.5)
 def test_a_request_waits_for_a_sampler_that_does_not_come_first():
     """The first programs have the plain sampler; the tokens are those of an engine that has all, and none is late."""
     sizes = EngineConfig(
@@ -214,6 +215,7 @@ time.sleep(0.05)
     }
 
 
+@pytest.mark.drawn(0.5)
 def test_a_step_takes_the_smallest_program_that_is_ready(monkeypatch):
     """An engine whose programs arrive one after the other gives the tokens of one that has them all; none is late."""
     sizes = EngineConfig(

@@ -40,6 +40,7 @@ def test_shared_body(implementation, name, rng):
     cross_entropy_body.check(implementation, CASES[name], rng)
 
 
+@pytest.mark.drawn(0.5)
 @small_pieces
 @implementations
 @hypothesis.settings(max_examples=1, phases=[hypothesis.Phase.generate])
@@ -65,6 +66,7 @@ def test_bfloat16_in_the_blocks_of_a_real_model(implementation, rng):
     cross_entropy_body.check(implementation, Case(300, 576, 1100, 1e-4), rng, jnp.bfloat16, 2**-7)
 
 
+@pytest.mark.drawn(0.5)
 @small_pieces
 def test_vocabulary_split_over_a_mesh(rng):
     """Tokens over `data`, the vocabulary over `tensor`: values and gradients are those of one device.

@@ -47,6 +47,7 @@ def adapted(kind: str = "lora") -> tuple[Any, Any, Any]:
     return model, given, merge(select(mask, moved), params)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("kind", ABLE)
 def test_an_expert_is_its_merged_matrix(kind: str) -> None:
     """Loss, and gradients of each expert's own factors, are those of the dense merged matrices."""

@@ -81,6 +81,7 @@ def test_generalised_advantages_by_hand():
     assert empty.metrics == {"advantage_std": 0.0, "explained_variance": 0.0}
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.usefixtures("float64")
 def test_loss_and_gradients_by_hand(rng):
     pairs, values = drawn_rollouts(rng)

@@ -28,6 +28,7 @@ from tests.posttrain.paper_finetuning import serve_trace
 from tests.simulate.served import deployment
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("family", "chunk", "rows", "targets"),
     [("qwen3", 5, 1, ("attention", "mlp")), ("mistral", 3, 2, ("q", "v"))],
@@ -169,6 +170,7 @@ def test_what_chunks_cannot_do_is_refused():
         ChunkedGradients(model, OBJECTIVE, jax.tree.map(lambda _: True, model.abstract()), rows=1, seq_len=8, chunk=8)
 
 
+@pytest.mark.drawn(0.6)
 def test_an_engine_in_a_thread_runs_units_beside_and_between_requests():
     """The thread sleeps when they are done, and ends them when it ends."""
     plain = engines.engine("roomy")

@@ -171,6 +171,7 @@ def test_a_draft_learns_and_the_model_stays(rng):
     assert set(values) == {"masks", "factors"}
 
 
+@pytest.mark.drawn(0.6)
 def test_files_that_are_no_draft_of_this_model(rng, tmp_path, float64):
     path = tmp_path / "draft.safetensors"
     with pytest.raises(ValueError, match=r"cannot be read.*jaxllm train s3d_smollm2. writes such a file"):

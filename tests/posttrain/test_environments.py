@@ -230,6 +230,7 @@ def test_batches_of_episodes():
     assert kept[0].rollout.flaws == 0, "the success without a failed call is kept"
 
 
+@pytest.mark.drawn(0.6)
 @pytest.mark.parametrize(
     ("name", "message"),
     [

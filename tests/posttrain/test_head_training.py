@@ -133,6 +133,7 @@ def test_a_short_training_raises_acceptance(fusion):
     assert after > 2 * before, (before, after)
 
 
+@pytest.mark.drawn(0.6)
 def test_what_does_not_go_together_is_refused(rng, tmp_path, float64):
     with pytest.raises(ValueError, match=r"cannot be read.*jaxllm train eagle_smollm2. writes one"):
         LLM("no/such/model", speculate=f"head:{tmp_path}")

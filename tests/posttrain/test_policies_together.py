@@ -61,6 +61,7 @@ def episodes(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "episodes.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.drawn(0.5)
 def test_they_resume_with_the_same_curves(base: Path, together: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         runs.signal_at(patch, 1)

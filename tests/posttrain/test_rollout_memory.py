@@ -43,6 +43,7 @@ def test_compiled_programs_take_what_the_formula_says(tmp_path: Path, on: str, m
     assert found["swap"].output_bytes < 0.6 * found["swap"].argument_bytes, "matrices in half of the bytes"
 
 
+@pytest.mark.drawn(0.5)
 def test_an_engine_has_the_bytes_of_the_formula(tmp_path: Path):
     run = run_of(tmp_path, "fsdp=2,tensor=2", "")
     mesh = MeshSpec.parse(run.mesh).build(jax.devices()[:4])

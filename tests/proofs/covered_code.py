@@ -67,7 +67,7 @@ class Tree:
     def __init__(self, names: Iterable[str], read: Callable[[str], tuple[str, Callable[[], bytes]]]):
         """`read` gives a file's content by an identifier that no other content has, and a function that reads it."""
         self.names = frozenset(names)
-        self._read = read
+        self._read = functools.cache(read)
 
     @staticmethod
     def here() -> Tree:

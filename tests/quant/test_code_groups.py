@@ -122,6 +122,7 @@ GRIDS = [IntGrid(4), IntGrid(3), IntGrid(5, False), IntGrid(8), MinimumGrid(4), 
          CodebookGrid("nf3"), CodebookGrid("mxfp4"), CodebookGrid("fp8")]  # fmt: skip
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 @pytest.mark.parametrize(("group", "contract"), [(16, 2), (None, 1), (12, 2)])
 def test_a_matmul_with_packed_codes_is_that_of_the_dense_weight(grid, group, contract, rng, float64):

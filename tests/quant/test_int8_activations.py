@@ -77,6 +77,7 @@ def test_outliers_are_multiplied_apart(count, rng, float64):
     np.testing.assert_allclose(rounded @ dense, want, rtol=0, atol=1e-13 * np.abs(want).max())
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("name", ["w8a8", "w4a8", "llm_int8", "int4", "lut4"])
 def test_meshes_give_the_logits_of_one_device(name, rng, float64):
     """Tokens, inputs and outputs split over devices, packed by shard: the same packed weights on one device."""

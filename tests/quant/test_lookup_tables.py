@@ -37,6 +37,7 @@ def test_learned_scales_are_never_worse_than_the_largest_magnitude(table, rng, f
     assert found[1].sum() < 0.95 * found[0].sum()
 
 
+@pytest.mark.drawn(0.5)
 def test_scales_solve_the_least_squares_of_their_codes(rng, float64):
     """Each column's scales are numpy's solution for its codes, and no error is above that of NormalFloat."""
     weight, x = drawn(rng, 40)
@@ -61,6 +62,7 @@ def test_scales_solve_the_least_squares_of_their_codes(rng, float64):
         learned_scales(jnp.asarray(weight), jnp.asarray(gram), IntGrid(4, False), 16)
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(("grid", "size"), [(CodebookGrid("nf4"), 16), (IntGrid(3), 12)])
 def test_gptq_for_learned_scales_is_below_both(grid, size, rng, float64):
     """Errors of the results of eight matrices: below those of either method; scales of codes lower the error only.

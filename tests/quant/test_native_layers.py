@@ -40,6 +40,7 @@ def without_kernel(monkeypatch):
     monkeypatch.setattr(packed_weight, "may_be_default", lambda *_: False)
 
 
+@pytest.mark.drawn(0.4)
 @pytest.mark.parametrize("weights", ["int4", "mxfp4", "w8a8", "int8"])
 def test_a_scan_reads_layers_within_their_stack(weights, calls, monkeypatch, rng):
     """Logits of plain JAX to float32's rounding, whose sums have another order; layers are not sliced."""
@@ -66,6 +67,7 @@ def test_a_scan_reads_layers_within_their_stack(weights, calls, monkeypatch, rng
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
 
 
+@pytest.mark.drawn(0.5)
 def test_gradients_are_those_of_the_dense_weight(calls, rng):
     form = CodeGroups(MinimumGrid(4), 32, -2, 2)
     values, scales = (jnp.stack(2 * [a]) for a in form.pack(jnp.asarray(rng.normal(size=(2, 32, 24)), jnp.float32)))
@@ -79,6 +81,7 @@ def test_gradients_are_those_of_the_dense_weight(calls, rng):
     np.testing.assert_allclose(back(cotangent)[0].reshape(3, 2, 64), cotangent @ dense.T, rtol=0, atol=1e-4)
 
 
+@pytest.mark.drawn(0.5)
 def test_every_device_multiplies_its_shard(calls, rng):
     form = CodeGroups(IntGrid(4), 8, -2)
     dense = form.unpack(*form.pack(jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)), jnp.float32)
