@@ -9,6 +9,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels._compat import vary_over, varying_axes
@@ -64,16 +65,19 @@ def packed_matmul(
         implementation: "pallas_tpu", "pallas_gpu", "native", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
-        The result in ``x.dtype``, accumulated in at least float32, from weights rounded to ``x.dtype``. Differentiable
-        in x, by the dequantised matrix.
+        The result in ``x.dtype``, accumulated in at least float32, from weights rounded to ``x.dtype``; of wide codes
+        in at least float32, from weights that are not rounded, to 2^-16 of their size. Differentiable in x, by the
+        dequantised matrix.
 
     Raises:
-        ValueError: the shapes do not match, groups cut a byte, or codes have no 2, 4 or 8 bits or another number of
-            levels.
+        ValueError: the shapes do not match, groups cut a byte, codes have no 2, 4 or 8 bits or another number of
+            levels, or wide ones have levels.
         NotImplementedError: the implementation does not support these arguments.
     """
     if form.bits not in (2, 4, 8) or (form.levels is not None and len(form.levels) != 2**form.bits):
         raise ValueError(f"packed_matmul: {form.bits} bits; codes have 2, 4 or 8 bits and as many levels as codes.")
+    if form.wide and form.levels is not None:
+        raise ValueError("packed_matmul: wide codes are integers; leave out their levels, or wide.")
     (rows, n), (groups, columns) = packed.shape, scales.shape
     if x.shape[1] != rows * form.lanes or columns != n or groups == 0 or rows % groups:
         raise ValueError(
@@ -91,15 +95,16 @@ def _differentiable(implementation: Implementation, form: PackedCodes, x: Array,
 
 def _forward(
     implementation: Implementation, form: PackedCodes, x: Array, packed: Array, scales: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return _differentiable(implementation, form, x, packed, scales), (packed, scales)
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _differentiable(implementation, form, x, packed, scales), (packed, scales, jnp.zeros((), x.dtype))
 
 
 def _backward(
-    implementation: Implementation, form: PackedCodes, kept: tuple[Array, Array], dy: Array
+    implementation: Implementation, form: PackedCodes, kept: tuple[Array, Array, Array], dy: Array
 ) -> tuple[Array, None, None]:
-    matrix = dequantised(*kept, form).astype(dy.dtype)
-    return (dy @ matrix.T).astype(dy.dtype), None, None
+    packed, scales, like = kept
+    matrix = dequantised(packed, scales, form).astype(dy.dtype)
+    return (dy @ matrix.T).astype(like.dtype), None, None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -14,7 +14,9 @@ LEVELS = tuple(float(x) for x in np.sort(np.random.default_rng(3).normal(size=16
 
 
 def samples(dtype: DTypeLike) -> list[Sample]:
-    """int4 in groups, and levels of a table with one scale; no size a multiple of a tile."""
+    """int4 in groups, levels of a table with one scale, int8, and weights that are not rounded; no size is a multiple of
+    a tile.
+    """
 
     def sample(label: str, form: PackedCodes, groups: int, inputs: int) -> Sample:
         packed = np.random.default_rng(groups).integers(0, 256, (inputs // form.lanes, 200), dtype=np.uint8)
@@ -30,4 +32,6 @@ def samples(dtype: DTypeLike) -> list[Sample]:
         sample("int4 in groups", PackedCodes(4), 18, 1152),
         sample("levels of a table", PackedCodes(4, LEVELS), 1, 1152),
         sample("int8", PackedCodes(8), 9, 576),
+        sample("wide int4 in groups", PackedCodes(4, wide=True), 18, 1152),
+        sample("wide int8", PackedCodes(8, wide=True), 1, 576),
     ]

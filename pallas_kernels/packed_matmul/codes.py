@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 
@@ -22,15 +23,28 @@ class PackedCodes(NamedTuple):
     Attributes:
         bits: of a code: 2, 4 or 8.
         levels: value of each code, before its group's scale; None: the code less the middle one, 2^(bits - 1).
+        wide: weights are in float32 and not rounded to the activations' dtype, and so is the result: for activations
+            that are integers themselves (w4a8). Without levels only.
     """
 
     bits: int
     levels: tuple[float, ...] | None = None
+    wide: bool = False
 
     @property
     def lanes(self) -> int:
         """Codes of a byte."""
         return 8 // self.bits
+
+
+def result_dtype(dtype: DTypeLike, form: PackedCodes) -> jnp.dtype:
+    """Dtype of a result for activations of ``dtype``."""
+    return jnp.promote_types(dtype, jnp.float32) if form.wide else jnp.dtype(dtype)
+
+
+def precision(form: PackedCodes) -> jax.lax.Precision | None:
+    """Precision of a matmul in plain JAX: of wide codes, float32 operands are not rounded."""
+    return jax.lax.Precision.HIGHEST if form.wide else None
 
 
 def scale_values(scales: Float[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:

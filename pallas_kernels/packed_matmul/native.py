@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels._compat import processor_features, vary_over, varying_axes
-from pallas_kernels.packed_matmul.codes import PackedCodes
+from pallas_kernels.packed_matmul.codes import PackedCodes, result_dtype
 from pallas_kernels.packed_matmul.reference import Scales
 
 SOURCES = ("native.cc", "native_vectors.h")
@@ -80,7 +80,7 @@ def packed_matmul_native(
         raise NotImplementedError(f"native {why}")
     spare = max(0, FEWEST - columns)
     packed, scales = (jnp.pad(a, ((0, 0), (0, spare))) for a in (packed, scales)) if spare else (packed, scales)
-    return stored_matmul(x, packed[None], scales[None, None], found)[:, :columns].astype(x.dtype)
+    return stored_matmul(x, packed[None], scales[None, None], found)[:, :columns].astype(result_dtype(x.dtype, form))
 
 
 def unsupported(dtype: jnp.dtype, scales: jnp.dtype, form: NativeForm) -> str:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels._compat import is_interpreting, result_like, target_device
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, round_up, stated
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values, split_lanes
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, result_dtype, scale_values, split_lanes
 from pallas_kernels.packed_matmul.config import gpu_tiles
 from pallas_kernels.packed_matmul.reference import Scales
 
@@ -58,17 +58,20 @@ def packed_matmul_pallas_gpu(
             scale = plgpu.load(scales.at[jnp.minimum(start // size, groups - 1), across], mask=inside, other=0)
             scale = scale_values(scale)
             for lane in range(form.lanes):
-                matrix = lane_values(codes, lane, form) * scale[None]
+                values = lane_values(codes, lane, form)
+                # Integer codes are exact in any dtype, so their sums may be scaled.
+                matrix = values if form.wide else values * scale[None]
                 # A byte beyond the last is a code, too, and its value may be other than 0.
                 tokens = plgpu.load(x.at[jnp.int32(lane), here, part], mask=some[:, None] & own[None], other=0.0)
-                acc += dot(tokens, matrix.astype(tokens.dtype), (1, 0))
+                sums = dot(tokens, matrix.astype(tokens.dtype), (1, 0))
+                acc += sums * scale[None] if form.wide else sums
             return acc
 
         acc = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
         acc = jax.lax.fori_loop(0, -(-rows // tiles.inner), more, acc)
         plgpu.store(out.at[here, across], acc.astype(out.dtype), mask=some[:, None] & inside[None])
 
-    made = result_like(x, (m, n), x.dtype)
+    made = result_like(x, (m, n), result_dtype(x.dtype, form))
     estimate = cost(2 * m * k * n, bytes_of(x, packed, scales, made))
     tall, wide, deep = round_up(m, tiles.rows), round_up(n, tiles.columns), round_up(rows, tiles.inner)
     whole = lambda *shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))  # noqa: E731

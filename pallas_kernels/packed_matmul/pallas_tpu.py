@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels._compat import result_like, target_device
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values, split_lanes
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, result_dtype, scale_values, split_lanes
 from pallas_kernels.packed_matmul.config import SUBLANES, tpu_tiles
 from pallas_kernels.packed_matmul.reference import Scales
 
@@ -41,6 +41,11 @@ def packed_matmul_pallas_tpu(
         )
     held = max(1, tiles.inner // size)
     last = rows // tiles.inner - 1
+    # Integer codes are bfloat16 exactly, and their scales may wait where all inputs share them. Else the weights are
+    # the sum of two bfloat16 matrices.
+    wide = form.wide and x.dtype == jnp.bfloat16
+    last_scales = wide and groups == 1
+    out_dtype = result_dtype(x.dtype, form)
     # As they are stored where a block has whole tiles of groups; else the compiler lays them out anew.
     whole = held % (SUBLANES if scales.dtype == jnp.uint8 else 8) == 0 or held == groups
     if scales.dtype != jnp.uint8 or not whole:
@@ -57,12 +62,16 @@ def packed_matmul_pallas_tpu(
         own = own[:, None] if whole else own
         spread = own[:, 0] if held == 1 else _spread(own, tiles.inner)
         for lane in range(form.lanes):
-            matrix = (lane_values(packed[...], lane, form) * spread).astype(x.dtype)
+            weights = lane_values(packed[...], lane, form)
+            weights = weights if last_scales else weights * spread
+            matrix = weights.astype(x.dtype)
             acc[...] += dot(x[lane], matrix, (1, 0))
+            if wide and not last_scales:
+                acc[...] += dot(x[lane], (weights - matrix.astype(weights.dtype)).astype(x.dtype), (1, 0))
 
         @pl.when(i == last)
         def _() -> None:
-            out[...] = acc[...].astype(out.dtype)
+            out[...] = (acc[...] * own[:, 0] if last_scales else acc[...]).astype(out.dtype)
 
     call = pl.pallas_call(
         body,
@@ -75,11 +84,11 @@ def packed_matmul_pallas_tpu(
             else pl.BlockSpec((held, 1, tiles.columns), lambda r, c, i: (i * tiles.inner // size // held, 0, c)),
         ],
         out_specs=pl.BlockSpec((tiles.rows, tiles.columns), lambda r, c, i: (r, c)),
-        out_shape=result_like(x, (m, n), x.dtype),
+        out_shape=result_like(x, (m, n), out_dtype),
         scratch_shapes=[pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret_tpu(),
-        cost_estimate=cost(2 * m * k * n, bytes_of(x, packed, scales) + m * n * x.dtype.itemsize),
+        cost_estimate=cost(2 * m * k * n, bytes_of(x, packed, scales) + m * n * out_dtype.itemsize),
         name="packed_matmul",
     )
     return call(split_lanes(x, form.lanes), packed, scales if whole else scales[:, None])

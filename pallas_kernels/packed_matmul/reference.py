@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, precision, result_dtype, scale_values
 
 Scales = Float[Array, "G N"] | UInt8[Array, "G N"]
 """Scales, or exponents of scales that are powers of two."""
@@ -26,5 +26,7 @@ def packed_matmul_reference(
     x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
 ) -> Float[Array, "M N"]:
     """Reference packed matmul; see ``packed_matmul``."""
-    matrix = dequantised(packed, scales, form).astype(x.dtype)
-    return jnp.matmul(x, matrix, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+    dtype = result_dtype(x.dtype, form)
+    matrix = dequantised(packed, scales, form).astype(dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.matmul(x.astype(dtype), matrix, precision=precision(form), preferred_element_type=wide).astype(dtype)

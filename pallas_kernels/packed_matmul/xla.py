@@ -8,7 +8,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, scale_values, split_lanes
+from pallas_kernels.packed_matmul.codes import (
+    PackedCodes,
+    lane_values,
+    precision,
+    result_dtype,
+    scale_values,
+    split_lanes,
+)
 from pallas_kernels.packed_matmul.reference import Scales
 
 
@@ -17,9 +24,10 @@ def packed_matmul_xla(
 ) -> Float[Array, "M N"]:
     """Packed matmul in plain JAX; see ``packed_matmul``."""
     groups, columns = scales.shape
+    dtype = result_dtype(x.dtype, form)
     out = jnp.zeros((x.shape[0], columns), jnp.promote_types(x.dtype, jnp.float32))
-    for lane, part in enumerate(split_lanes(x, form.lanes)):
+    for lane, part in enumerate(split_lanes(x.astype(dtype), form.lanes)):
         values = lane_values(packed, lane, form).reshape(groups, -1, columns)
-        matrix = (values * scale_values(scales)[:, None].astype(out.dtype)).reshape(-1, columns).astype(x.dtype)
-        out += jnp.matmul(part, matrix, preferred_element_type=out.dtype)
-    return out.astype(x.dtype)
+        matrix = (values * scale_values(scales)[:, None].astype(out.dtype)).reshape(-1, columns).astype(dtype)
+        out += jnp.matmul(part, matrix, precision=precision(form), preferred_element_type=out.dtype)
+    return out.astype(dtype)

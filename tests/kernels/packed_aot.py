@@ -42,6 +42,7 @@ class Shape:
     table: bool = False
     dtype: str = "bfloat16"
     exponents: bool = False
+    wide: bool = False
 
 
 SHAPES = {
@@ -52,6 +53,8 @@ SHAPES = {
     "Qwen3-0.6B, int8 by channel": Shape(16, 1024, 3072, 0, 8),
     "SmolLM2-135M, groups of 64": Shape(16, 576, 1536, 64),
     "Llama-3-8B, MXFP4": Shape(1, 4096, 14336, 32, table=True, exponents=True),
+    "Llama-3-8B, int8 activations": Shape(16, 4096, 14336, 32, wide=True),
+    "Llama-3-8B, outlier columns": Shape(2, 14336, 4096, 0, 8, wide=True),
     "odd outputs, float32": Shape(77, 1536, 203, 32, dtype="float32"),
 }
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)
@@ -62,7 +65,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     from jaxllm.compiler import aot
 
     x, n = Shape(**shape), topology.num_devices
-    form = PackedCodes(x.bits, LEVELS if x.table else None)
+    form = PackedCodes(x.bits, LEVELS if x.table else None, x.wide)
     mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Explicit,), devices=topology.devices())
     rows = NamedSharding(mesh, P("data"))
 

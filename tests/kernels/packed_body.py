@@ -51,6 +51,8 @@ CASES = {
     "exponents of few groups": Case(5, 1280, 40, 5, exponents=True),
     "int2": Case(9, 512, 140, 4, PackedCodes(2)),
     "int2 with levels": Case(9, 256, 33, 4, PackedCodes(2, TABLE[:4])),
+    "wide, groups of 32": Case(16, 256, 70, 8, PackedCodes(4, wide=True)),
+    "wide int8 over many tiles": Case(3, 1280, 140, 1, PackedCodes(8, wide=True)),
 }
 KILLERS = (
     "a table, no multiple of anything",
@@ -98,7 +100,10 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("pallas_gpu", "last tile dropped"): (
         "pallas_gpu", "-(-rows // tiles.inner), more", "rows // tiles.inner - 1, more"
     ),
-    ("pallas_gpu", "not added up"): ("pallas_gpu", "acc += dot(tokens", "acc = dot(tokens"),
+    ("pallas_gpu", "not added up"): ("pallas_gpu", "else sums\n", "else sums - acc\n"),
+    ("pallas_gpu", "wide sums of one scale"): ("pallas_gpu", "acc += sums * scale[None]", "acc += sums * scale[:1]"),
+    ("pallas_tpu", "wide sums without scales"): ("pallas_tpu", "acc[...] * own[:, 0] if", "acc[...] if"),
+    ("pallas_tpu", "wide weights rounded"): ("pallas_tpu", "if wide and not last_scales", "if False"),
 }  # fmt: skip
 """(implementation, mistake) -> (module of the package, text, text with the mistake)."""
 
@@ -156,13 +161,18 @@ def program(implementation: str, case: Case):
 def check(implementation: str, case: Case, rng: np.random.Generator, dtype=np.float32, bound: float = 1e-6) -> float:
     """Result and gradient, twice, against float64; Pallas kernels are interpreted."""
     x, packed, scales = draw(rng, case, dtype)
-    cotangent = jnp.asarray(rng.normal(size=(case.m, case.n)), dtype)
+    result = jnp.promote_types(dtype, jnp.float32) if case.form.wide else jnp.dtype(dtype)
+    cotangent = jnp.asarray(rng.normal(size=(case.m, case.n)), result)
     with interpreting() if implementation.startswith("pallas") else contextlib.nullcontext():
         run = program(implementation, case)
         (got, dx), again = (run(x, packed, scales, cotangent) for _ in range(2))
     np.testing.assert_array_equal(got, again[0])
-    assert got.dtype == dtype
+    assert (got.dtype, dx.dtype) == (result, dtype)
     dense = matrix(packed, scales, case)
-    worst = max(error(got, x, dense), error(dx, cotangent, dense.T))
+    worst = error(got, x, dense)
+    if got.dtype != dx.dtype:  # a gradient has the dtype of activations, and is rounded as they are
+        assert error(dx, cotangent, dense.T) < float(jnp.finfo(dtype).eps)
+    else:
+        worst = max(worst, error(dx, cotangent, dense.T))
     assert worst <= bound, worst
     return worst

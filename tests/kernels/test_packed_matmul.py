@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import explain
 from pallas_kernels._compat import interpreting
+from pallas_kernels._dispatch import may_be_default
 from pallas_kernels.packed_matmul import PackedCodes, packed_matmul
 from pallas_kernels.packed_matmul.api import IMPLEMENTATIONS
 from pallas_kernels.packed_matmul.config import tpu_tiles
@@ -49,6 +50,16 @@ def test_bfloat16(implementation, rng):
     packed_body.check(implementation, CASES["groups of 32"], rng, jnp.bfloat16, 2**-7)
 
 
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("case", ["wide, groups of 32", "wide int8 over many tiles"])
+@pytest.mark.parametrize("implementation", [*PALLAS, *PLAIN, *NATIVE])
+def test_wide_weights_are_not_rounded(implementation, case, rng):
+    """Activations of bfloat16 meet weights and sums of float32, for which they are twice as long as bfloat16 is."""
+    if implementation == "native" and not may_be_default("packed_matmul", "native"):
+        pytest.skip("no compiler")
+    packed_body.check(implementation, CASES[case], rng, jnp.bfloat16, 2e-5)
+
+
 @pytest.mark.parametrize(("implementation", "device"), [("pallas_tpu", "TPU"), ("pallas_gpu", "GPU")])
 def test_a_kernel_that_the_device_lacks_is_named(implementation, device):
     """Asked for by name on a CPU it is refused, and never replaced."""
@@ -61,6 +72,8 @@ def test_what_does_not_fit_is_named():
     x, packed, scales = jnp.ones((2, 48)), jnp.zeros((24, 8), jnp.uint8), jnp.ones((3, 8))
     with pytest.raises(ValueError, match="3 bits; codes have 2, 4 or 8 bits"):
         packed_matmul(x, packed, scales, PackedCodes(3))
+    with pytest.raises(ValueError, match="wide codes are integers"):
+        packed_matmul(x, packed, scales, PackedCodes(2, (0.0, 1.0, 2.0, 3.0), wide=True))
     with pytest.raises(ValueError, match=r"rows of 48 inputs, bytes \[24, 8\] of 1 codes each"):
         packed_matmul(x, packed, scales, PackedCodes(8))
     with interpreting():

@@ -10,10 +10,12 @@ import pytest
 from jaxllm.models import functional
 from jaxllm.models.attention_context import Segments
 from jaxllm.models.packed_weight import PackedWeight
+from jaxllm.quant.formats import int8_activations
 from jaxllm.quant.formats.int8_activations import Int8Activations
 from jaxllm.quant.formats.outlier_columns import MOST_GATHERED, OutlierColumns
 from jaxllm.quant.grids import IntGrid
 from jaxllm.quant.packing import pack_params
+from pallas_kernels._compat import TargetDevice
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
 
@@ -37,8 +39,19 @@ def made(form, rng, heads=3, width=16, outputs=5):
     return packed, codes - 2 ** (form.grid.bits - 1), np.asarray(packed.scales, np.float64)[0]
 
 
+@pytest.fixture(params=["plain JAX", "kernel"])
+def operands(request, monkeypatch):
+    """The operands that a kernel of TPUs would have, multiplied by the same operation in plain JAX; or none."""
+    calls = []
+    if request.param == "kernel":
+        monkeypatch.setattr(int8_activations, "target_device", lambda: TargetDevice("tpu", "TPU v6 lite"))
+        run = int8_activations.packed_matmul
+        monkeypatch.setattr(int8_activations, "packed_matmul", lambda *args: calls.append(args[0].shape) or run(*args))
+    return request.param, calls
+
+
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, None), (4, 8), (8, 12), (4, 20)])
-def test_products_are_those_of_integers(bits, group, rng, float64):
+def test_products_are_those_of_integers(bits, group, operands, rng, float64):
     """Groups that are shorter too, and a token of zeros."""
     form = Int8Activations(IntGrid(bits), group, -2, 2)
     packed, codes, scales = made(form, rng)
@@ -47,6 +60,7 @@ def test_products_are_those_of_integers(bits, group, rng, float64):
     got = jax.jit(lambda x: packed.project(x.reshape(2, 4, 3, 16), (None, None, None), 2))(jnp.asarray(x))
     want = integer_reference(x, codes, scales, group or 48)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13 * np.abs(want).max())
+    assert operands[1] == ([(8, 48)] if operands[0] == "kernel" and (bits, group) in ((4, None), (4, 8)) else [])
     rounded = np.asarray(form.round_activations(jnp.asarray(x)))
     dense = np.asarray(packed.dense(jnp.float64)).reshape(48, 5)
     np.testing.assert_allclose(rounded @ dense, want, rtol=0, atol=1e-13 * np.abs(want).max())
@@ -54,7 +68,7 @@ def test_products_are_those_of_integers(bits, group, rng, float64):
 
 
 @pytest.mark.parametrize("count", [0, 3, MOST_GATHERED, MOST_GATHERED + 1])
-def test_outliers_are_multiplied_apart(count, rng, float64):
+def test_outliers_are_multiplied_apart(count, operands, rng, float64):
     """The decomposition in numpy; more outliers than are gathered too. Plain int8 is far worse."""
     form = OutlierColumns(IntGrid(8), None, -2, 1)
     packed, codes, scales = made(form, rng, heads=1, width=48, outputs=64)
@@ -69,6 +83,7 @@ def test_outliers_are_multiplied_apart(count, rng, float64):
     dense = codes * scales
     want = integer_reference(np.where(outliers, 0, x), codes, scales, 48) + np.where(outliers, x, 0) @ dense
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13 * np.abs(want).max())
+    assert operands[1] == ([(16, 48)] if operands[0] == "kernel" else [])
     plain = integer_reference(x, codes, scales, 48)
     exact = x @ dense
     if count:

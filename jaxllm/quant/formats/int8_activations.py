@@ -20,7 +20,11 @@ from jaxtyping import Array, Float, Int8, UInt8
 from jaxllm.models.params import at_least_f32
 from jaxllm.quant.formats.code_groups import WORDS, CodeGroups
 from jaxllm.quant.grids import IntGrid
+from pallas_kernels._compat import target_device
+from pallas_kernels.packed_matmul import packed_matmul
 
+KERNEL_ROWS = 128
+"""Most rows of a matmul that a kernel multiplies with packed bytes; more are multiplied by XLA as integers."""
 MOST = 127
 """Largest magnitude of an activation's code."""
 
@@ -58,8 +62,24 @@ class Int8Activations(CodeGroups):
             tokens: mesh axes that the tokens are split over.
         """
         codes, scale = quantise_tokens(x, over)
-        sums = self._sums(codes, values, scales, scale.dtype)
+        sums = self._kernel_matmul(codes.astype(x.dtype), values, scales) if self.grid.bits == 4 else None
+        sums = self._sums(codes, values, scales, scale.dtype) if sums is None else sums
         return sums * scale.reshape(*scale.shape[:-1], *(1,) * (sums.ndim - scale.ndim + 1))
+
+    def _kernel_matmul(self, x: Float[Array, "... I"], values: Array, scales: Array) -> Float[Array, "..."] | None:
+        """Matmul by the kernel of TPUs and GPUs, which reads packed bytes, in float32; None where it does not take it,
+        or where there are so many rows that the bytes of weights are no longer what it waits for.
+
+        Weights are not rounded, so that integers in ``x`` have their exact sums to float32's rounding (on TPUs, with
+        groups, to 2^-16).
+        """
+        few = math.prod(x.shape[:-1]) <= KERNEL_ROWS
+        if target_device().platform == "cpu" or not few or (found := self.kernel_terms(x, values, scales)) is None:
+            return None
+        packed, by_group, form, _ = found
+        y = packed_matmul(x.reshape(-1, x.shape[-1]), packed, by_group, form._replace(wide=True))
+        outs = self.flatten(values).shape[self.axis % self.flatten(values).ndim + 1 :]
+        return y.reshape(*x.shape[:-1], *outs)
 
     def _sums(self, codes: Int8[Array, "... I"], values: Array, scales: Array, dtype: jnp.dtype) -> Array:
         """Sums over inputs of codes of activations and values of weights, [..., *out].

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
 from jaxllm.models.params import at_least_f32
-from jaxllm.quant.formats.int8_activations import Int8Activations
+from jaxllm.quant.formats.int8_activations import Int8Activations, quantise_tokens
 
 THRESHOLD = 6.0
 """Magnitude from which on an activation is an outlier (section 3.2)."""
@@ -65,6 +65,11 @@ class OutlierColumns(Int8Activations):
     ) -> Float[Array, "..."]:  # fmt: skip
         """Matmul of a device's inputs, see ``Int8Activations.multiply``."""
         outliers = self.outliers(x, tokens)
+        # Both parts read the same bytes, in one call of the kernel where there is one.
+        codes, scale = quantise_tokens(jnp.where(outliers, 0, x), over)
+        both = jnp.stack([codes.astype(x.dtype), jnp.where(outliers, x, 0)])
+        if (y := self._kernel_matmul(both, values, scales)) is not None:
+            return y[0] * scale.reshape(*scale.shape[:-1], *(1,) * (y.ndim - scale.ndim)) + y[1]
         plain = super().multiply(jnp.where(outliers, 0, x), values, scales, over, tokens)
         flat, outs = self.flatten(values), plain.shape[x.ndim - 1 :]
         rows = flat.reshape(x.shape[-1], *outs)
