@@ -1,6 +1,6 @@
 """Packed matmul (w4a16 of MARLIN, arXiv:2408.11743; lookup tables of FLUTE, arXiv:2407.10960), and its implementations.
 
-Legend: M rows, K inputs, n codes of a byte, B bytes of an output (K / n), N outputs, G groups of inputs.
+Legend: M rows, K inputs, n codes of a tuple, B bytes of an output, N outputs, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.packed_matmul.codes import PackedCodes
+from pallas_kernels.packed_matmul.codes import BITS, PackedCodes
 from pallas_kernels.packed_matmul.reference import Scales, dequantised, packed_matmul_reference
 from pallas_kernels.packed_matmul.xla import packed_matmul_xla
 
@@ -58,7 +58,7 @@ def packed_matmul(
 
     Args:
         x: rows.
-        packed: bytes of neighbouring inputs' codes, the first in the lowest bits.
+        packed: bytes of tuples of neighbouring inputs' codes, the first in the lowest bits.
         scales: scale of each group of K / G neighbouring inputs and output; bytes are exponents of powers of two
             (e8m0), of which the kernels decode as many as a tile has.
         form: bits of a code, and the values that codes stand for.
@@ -70,19 +70,21 @@ def packed_matmul(
         dequantised matrix.
 
     Raises:
-        ValueError: the shapes do not match, groups cut a byte, codes have no 2, 4 or 8 bits or another number of
-            levels, or wide ones have levels.
+        ValueError: the shapes do not match, groups cut a tuple, codes have no 2, 3, 4, 6 or 8 bits or another number
+            of levels, or wide ones have levels.
         NotImplementedError: the implementation does not support these arguments.
     """
-    if form.bits not in (2, 4, 8) or (form.levels is not None and len(form.levels) != 2**form.bits):
-        raise ValueError(f"packed_matmul: {form.bits} bits; codes have 2, 4 or 8 bits and as many levels as codes.")
+    if form.bits not in BITS or (form.levels is not None and len(form.levels) != 2**form.bits):
+        raise ValueError(
+            f"packed_matmul: {form.bits} bits; codes have 2, 3, 4, 6 or 8 bits and as many levels as codes."
+        )
     if form.wide and form.levels is not None:
         raise ValueError("packed_matmul: wide codes are integers; leave out their levels, or wide.")
     (rows, n), (groups, columns) = packed.shape, scales.shape
-    if x.shape[1] != rows * form.lanes or columns != n or groups == 0 or rows % groups:
+    if x.shape[1] * form.bytes != rows * form.lanes or columns != n or groups == 0 or rows % (groups * form.bytes):
         raise ValueError(
-            f"packed_matmul: rows of {x.shape[1]} inputs, bytes [{rows}, {n}] of {form.lanes} codes each and scales "
-            f"[{groups}, {columns}] do not go together; a group has whole bytes."
+            f"packed_matmul: rows of {x.shape[1]} inputs, bytes [{rows}, {n}] with {form.lanes} codes in {form.bytes} "
+            f"and scales [{groups}, {columns}] do not go together; a group has whole bytes."
         )
     axes = varying_axes(x, packed, scales)
     return _differentiable(implementation, form, *(vary_over(array, axes) for array in (x, packed, scales)))

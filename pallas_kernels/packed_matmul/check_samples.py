@@ -14,12 +14,15 @@ LEVELS = tuple(float(x) for x in np.sort(np.random.default_rng(3).normal(size=16
 
 
 def samples(dtype: DTypeLike) -> list[Sample]:
-    """int4 in groups, levels of a table with one scale, int8, and weights that are not rounded; no size is a multiple of
-    a tile.
+    """int4 in groups, levels of a table with one scale, int8, tuples of three bytes, and weights that are not rounded.
+
+    No size is a multiple of a tile.
     """
 
     def sample(label: str, form: PackedCodes, groups: int, inputs: int) -> Sample:
-        packed = np.random.default_rng(groups).integers(0, 256, (inputs // form.lanes, 200), dtype=np.uint8)
+        packed = np.random.default_rng(groups).integers(
+            0, 256, (inputs // form.lanes * form.bytes, 200), dtype=np.uint8
+        )
         scales = 0.5 + jnp.abs(normal(1, groups, 200, dtype=jnp.float32))
         return Sample(
             label,
@@ -32,6 +35,7 @@ def samples(dtype: DTypeLike) -> list[Sample]:
         sample("int4 in groups", PackedCodes(4), 18, 1152),
         sample("levels of a table", PackedCodes(4, LEVELS), 1, 1152),
         sample("int8", PackedCodes(8), 9, 576),
+        sample("levels of 3 bits", PackedCodes(3, LEVELS[::2]), 8, 512),
         sample("wide int4 in groups", PackedCodes(4, wide=True), 18, 1152),
         sample("wide int8", PackedCodes(8, wide=True), 1, 576),
     ]

@@ -1,14 +1,19 @@
 """Codes of a packed matrix, and what they stand for.
 
-Bytes hold neighbouring inputs of one output, the first in the lowest bits. So the matrix is a sum over lanes: lane l of
-a byte's n codes meets inputs l, n + l, 2 n + l, ... Its values are elementwise in the bytes, and no code is moved on
-chip: codes are laid out offline (as MARLIN's, arXiv:2408.11743, and FLUTE's, arXiv:2407.10960, are for tensor cores).
+A tuple of n codes has neighbouring inputs of one output, the first in the lowest bits: the codes of a byte, or of three
+bytes the eight codes of 3 bits or the four of 6. So the matrix is a sum over lanes: lane l of all tuples meets inputs
+l, n + l, 2 n + l, ... Its values are elementwise in the tuples, and no code is moved on chip: codes are laid out
+offline (as MARLIN's, arXiv:2408.11743, and FLUTE's, arXiv:2407.10960, are for tensor cores).
 
-Legend: M rows, K inputs, n codes of a byte, B bytes of an output (K / n), N outputs, G groups of inputs.
+Legend: M rows, K inputs, n codes of a tuple, T tuples of an output (K / n), B bytes of an output, N outputs, G groups
+of inputs.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from typing import NamedTuple
 
 import jax
@@ -16,12 +21,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
+BITS = (2, 3, 4, 6, 8)
+"""Bits that codes may have."""
+
 
 class PackedCodes(NamedTuple):
     """Format of codes and what they stand for, static.
 
     Attributes:
-        bits: of a code: 2, 4 or 8.
+        bits: of a code: 2, 3, 4, 6 or 8.
         levels: value of each code, before its group's scale; None: the code less the middle one, 2^(bits - 1).
         wide: weights are in float32 and not rounded to the activations' dtype, and so is the result: for activations
             that are integers themselves (w4a8). Without levels only.
@@ -33,8 +41,13 @@ class PackedCodes(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Codes of a byte."""
-        return 8 // self.bits
+        """Codes of a tuple."""
+        return 8 // math.gcd(self.bits, 8)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a tuple."""
+        return self.bits // math.gcd(self.bits, 8)
 
 
 def result_dtype(dtype: DTypeLike, form: PackedCodes) -> jnp.dtype:
@@ -56,15 +69,23 @@ def scale_values(scales: Float[Array, "..."] | UInt8[Array, "..."]) -> Float[Arr
     return jax.lax.bitcast_convert_type(jnp.where(bits == 0, 1 << 22, bits), jnp.float32)
 
 
+def tuples(packed: UInt8[Array, "B N"], form: PackedCodes) -> Int[Array, "T N"]:
+    """Tuples of codes, each in the bits of one integer."""
+    wide = packed.astype(jnp.int32)
+    if form.bytes == 1:
+        return wide
+    wide = wide.reshape(-1, form.bytes, wide.shape[1])
+    return functools.reduce(operator.or_, (wide[:, i] << 8 * i for i in range(form.bytes)))
+
+
 def split_lanes(x: Shaped[Array, "M K"], lanes: int) -> Shaped[Array, "n M B"]:
     """Inputs of each lane."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, lanes), -1, 0)
 
 
-def lane_values(packed: UInt8[Array, "..."] | Int[Array, "..."], lane: int, form: PackedCodes) -> Float[Array, "..."]:
+def lane_values(tuples: Int[Array, "..."], lane: int, form: PackedCodes) -> Float[Array, "..."]:
     """Values of one lane, before scales, float32: by shifts, and selects among levels instead of a gather."""
-    wide = packed.astype(jnp.int32)
-    codes = wide >> (form.bits * lane) & (2**form.bits - 1) if form.lanes > 1 else wide
+    codes = tuples >> (form.bits * lane) & (2**form.bits - 1) if form.lanes > 1 else tuples
     if form.levels is None:
         return (codes - 2 ** (form.bits - 1)).astype(jnp.float32)
     values = [jnp.float32(level) for level in form.levels]

@@ -1,14 +1,17 @@
 """Packed matmul on NVIDIA GPUs: a Pallas kernel through Triton that dequantises tiles of codes in registers.
 
-A program makes a tile of the result. It goes over the bytes of its outputs a tile at a time, whose loads are pipelined
-(``num_stages``): a tile's bytes are on their way while others are multiplied. A tile lies within one group of inputs,
-so that each output has one scale there.
+A program makes a tile of the result. It goes over the tuples of codes of its outputs a tile at a time, whose loads are
+pipelined (``num_stages``): a tile's bytes are on their way while others are multiplied. A tile lies within one group of
+inputs, so that each output has one scale there; where groups have fewer than 16 tuples, a tile has a scale for each
+tuple.
 
-Legend: M rows, K inputs, n codes of a byte, B bytes of an output, N outputs, G groups of inputs.
+Legend: M rows, K inputs, n codes of a tuple, T tuples of an output (K / n), B bytes, N outputs, G groups of inputs.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -33,17 +36,21 @@ def packed_matmul_pallas_gpu(
     """Packed matmul on GPUs; see ``packed_matmul``.
 
     Raises:
-        NotImplementedError: groups have no multiple of 16 bytes, an array has ``MAX_ELEMENTS`` or more elements, or see
-            ``pallas_kernels._pallas.check_supported``.
+        NotImplementedError: wide codes are in groups of no multiple of 16 tuples, an array has ``MAX_ELEMENTS`` or more
+            elements, or see ``pallas_kernels._pallas.check_supported``.
     """
     check_supported("pallas_gpu", x=x)
-    (m, k), (rows, n), groups = x.shape, packed.shape, scales.shape[0]
+    (m, k), n, groups = x.shape, packed.shape[1], scales.shape[0]
+    rows = k // form.lanes
     size = rows // groups
     tiles = gpu_tiles(target_device().kind, m, size, groups)
-    if tiles is None:
-        raise NotImplementedError(f"pallas_gpu takes groups of a multiple of 16 bytes an output, not of {size}.")
+    one_scale = groups == 1 or size % tiles.inner == 0
+    if form.wide and not one_scale:
+        raise NotImplementedError(
+            f"pallas_gpu takes wide codes in groups of a multiple of 16 tuples an output, not of {size}."
+        )
     if max(x.size, packed.size, m * n) >= MAX_ELEMENTS:
-        raise NotImplementedError(f"pallas_gpu takes fewer than 2^31 elements: x {[m, k]}, bytes {[rows, n]}.")
+        raise NotImplementedError(f"pallas_gpu takes fewer than 2^31 elements: x {[m, k]}, bytes {list(packed.shape)}.")
 
     def body(x: Any, packed: Any, scales: Any, out: Any) -> None:
         top, left = pl.program_id(0) * tiles.rows, pl.program_id(1) * tiles.columns
@@ -54,17 +61,30 @@ def packed_matmul_pallas_gpu(
             start = i * tiles.inner
             part, own = pl.ds(start, tiles.inner), _from(start, tiles.inner) < rows
             both = own[:, None] & inside[None]
-            codes = plgpu.load(packed.at[part, across], mask=both, other=0)
-            scale = plgpu.load(scales.at[jnp.minimum(start // size, groups - 1), across], mask=inside, other=0)
-            scale = scale_values(scale)
+            if form.bytes == 1:
+                codes = plgpu.load(packed.at[part, across], mask=both, other=0).astype(jnp.int32)
+            else:
+                places = _from(start, tiles.inner)[:, None] * form.bytes, _from(left, tiles.columns)[None]
+                parts = [
+                    plgpu.load(packed.at[places[0] + b, places[1]], mask=both, other=0).astype(jnp.int32) << 8 * b
+                    for b in range(form.bytes)
+                ]
+                codes = functools.reduce(operator.or_, parts)
+            if one_scale:
+                scale = plgpu.load(scales.at[jnp.minimum(start // size, groups - 1), across], mask=inside, other=0)
+                scale = scale_values(scale)[None]
+            else:
+                group = jnp.minimum(_from(start, tiles.inner) // size, groups - 1)[:, None]
+                scale = plgpu.load(scales.at[group, _from(left, tiles.columns)[None]], mask=both, other=0)
+                scale = scale_values(scale)
             for lane in range(form.lanes):
                 values = lane_values(codes, lane, form)
                 # Integer codes are exact in any dtype, so their sums may be scaled.
-                matrix = values if form.wide else values * scale[None]
+                matrix = values if form.wide else values * scale
                 # A byte beyond the last is a code, too, and its value may be other than 0.
                 tokens = plgpu.load(x.at[jnp.int32(lane), here, part], mask=some[:, None] & own[None], other=0.0)
                 sums = dot(tokens, matrix.astype(tokens.dtype), (1, 0))
-                acc += sums * scale[None] if form.wide else sums
+                acc += sums * scale if form.wide else sums
             return acc
 
         acc = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
@@ -78,7 +98,7 @@ def packed_matmul_pallas_gpu(
     call = pl.pallas_call(
         body,
         grid=(tall // tiles.rows, wide // tiles.columns),
-        in_specs=[whole(form.lanes, tall, deep), whole(deep, wide), whole(groups, wide)],
+        in_specs=[whole(form.lanes, tall, deep), whole(deep * form.bytes, wide), whole(groups, wide)],
         out_specs=whole(tall, wide),
         out_shape=made,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),

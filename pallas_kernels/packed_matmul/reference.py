@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, precision, result_dtype, scale_values
+from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, precision, result_dtype, scale_values, tuples
 
 Scales = Float[Array, "G N"] | UInt8[Array, "G N"]
 """Scales, or exponents of scales that are powers of two."""
@@ -16,7 +16,8 @@ Scales = Float[Array, "G N"] | UInt8[Array, "G N"]
 
 def dequantised(packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes) -> Float[Array, "K N"]:
     """The matrix: values times scales, in at least float32."""
-    lanes = jnp.stack([lane_values(packed, lane, form) for lane in range(form.lanes)], axis=1)
+    whole = tuples(packed, form)
+    lanes = jnp.stack([lane_values(whole, lane, form) for lane in range(form.lanes)], axis=1)
     wide = scale_values(scales)
     values = lanes.reshape(-1, packed.shape[1]).astype(wide.dtype)
     return values * jnp.repeat(wide, values.shape[0] // wide.shape[0], axis=0)

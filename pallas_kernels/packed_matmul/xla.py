@@ -15,6 +15,7 @@ from pallas_kernels.packed_matmul.codes import (
     result_dtype,
     scale_values,
     split_lanes,
+    tuples,
 )
 from pallas_kernels.packed_matmul.reference import Scales
 
@@ -26,8 +27,9 @@ def packed_matmul_xla(
     groups, columns = scales.shape
     dtype = result_dtype(x.dtype, form)
     out = jnp.zeros((x.shape[0], columns), jnp.promote_types(x.dtype, jnp.float32))
+    whole = tuples(packed, form)
     for lane, part in enumerate(split_lanes(x.astype(dtype), form.lanes)):
-        values = lane_values(packed, lane, form).reshape(groups, -1, columns)
+        values = lane_values(whole, lane, form).reshape(groups, -1, columns)
         matrix = (values * scale_values(scales)[:, None].astype(out.dtype)).reshape(-1, columns).astype(dtype)
         out += jnp.matmul(part, matrix, precision=precision(form), preferred_element_type=out.dtype)
     return out.astype(dtype)

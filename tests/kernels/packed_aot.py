@@ -53,6 +53,7 @@ SHAPES = {
     "Qwen3-0.6B, int8 by channel": Shape(16, 1024, 3072, 0, 8),
     "SmolLM2-135M, groups of 64": Shape(16, 576, 1536, 64),
     "Llama-3-8B, MXFP4": Shape(1, 4096, 14336, 32, table=True, exponents=True),
+    "Llama-3-8B, a table of 3 bits": Shape(1, 14336, 4096, 64, 3, table=True),
     "Llama-3-8B, int8 activations": Shape(16, 4096, 14336, 32, wide=True),
     "Llama-3-8B, outlier columns": Shape(2, 14336, 4096, 0, 8, wide=True),
     "odd outputs, float32": Shape(77, 1536, 203, 32, dtype="float32"),
@@ -65,7 +66,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     from jaxllm.compiler import aot
 
     x, n = Shape(**shape), topology.num_devices
-    form = PackedCodes(x.bits, LEVELS if x.table else None, x.wide)
+    form = PackedCodes(x.bits, LEVELS[: 2**x.bits] if x.table else None, x.wide)
     mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Explicit,), devices=topology.devices())
     rows = NamedSharding(mesh, P("data"))
 
@@ -77,7 +78,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
     arguments = (
-        array(x.m, x.k), array(x.k // form.lanes, x.n, jnp.uint8),
+        array(x.m, x.k), array(x.k // form.lanes * form.bytes, x.n, jnp.uint8),
         array(x.k // (x.group or x.k), x.n, jnp.uint8 if x.exponents else jnp.float32),
     )  # fmt: skip
     report = aot.compile(step, *arguments, topology=topology, mesh=mesh)

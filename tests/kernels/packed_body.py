@@ -51,10 +51,14 @@ CASES = {
     "exponents of few groups": Case(5, 1280, 40, 5, exponents=True),
     "int2": Case(9, 512, 140, 4, PackedCodes(2)),
     "int2 with levels": Case(9, 256, 33, 4, PackedCodes(2, TABLE[:4])),
+    "int3 with levels, groups of 8 tuples": Case(9, 512, 140, 8, PackedCodes(3, TABLE[:8])),
+    "int3 over many tiles": Case(2, 3072, 40, 48, PackedCodes(3)),
+    "int6": Case(5, 512, 33, 8, PackedCodes(6)),
     "wide, groups of 32": Case(16, 256, 70, 8, PackedCodes(4, wide=True)),
     "wide int8 over many tiles": Case(3, 1280, 140, 1, PackedCodes(8, wide=True)),
 }
 KILLERS = (
+    "int3 with levels, groups of 8 tuples",
     "a table, no multiple of anything",
     "decode in groups of 64",
     "one group over many tiles",
@@ -96,12 +100,16 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ),
     ("pallas_tpu", "last tile dropped"): ("pallas_tpu", "@pl.when(i == last)", "@pl.when(i == last - (last > 0))"),
     ("pallas_gpu", "scale of the first group"): ("pallas_gpu", "jnp.minimum(start // size, groups - 1)", "0 * start"),
+    ("pallas_gpu", "scales of tuples by turns"): (
+        "pallas_gpu", "_from(start, tiles.inner) // size", "_from(start, tiles.inner) % size"
+    ),
+    ("pallas_gpu", "bytes of a tuple backwards"): ("pallas_gpu", "<< 8 * b", "<< 8 * (form.bytes - 1 - b)"),
     ("pallas_gpu", "first lane's inputs"): ("pallas_gpu", "jnp.int32(lane)", "jnp.int32(0)"),
     ("pallas_gpu", "last tile dropped"): (
         "pallas_gpu", "-(-rows // tiles.inner), more", "rows // tiles.inner - 1, more"
     ),
     ("pallas_gpu", "not added up"): ("pallas_gpu", "else sums\n", "else sums - acc\n"),
-    ("pallas_gpu", "wide sums of one scale"): ("pallas_gpu", "acc += sums * scale[None]", "acc += sums * scale[:1]"),
+    ("pallas_gpu", "wide sums of one scale"): ("pallas_gpu", "acc += sums * scale if", "acc += sums * scale[:, :1] if"),
     ("pallas_tpu", "wide sums without scales"): ("pallas_tpu", "acc[...] * own[:, 0] if", "acc[...] if"),
     ("pallas_tpu", "wide weights rounded"): ("pallas_tpu", "if wide and not last_scales", "if False"),
 }  # fmt: skip
@@ -119,7 +127,7 @@ def small_pieces() -> Iterator[None]:
 
 def draw(rng: np.random.Generator, case: Case, dtype=np.float64):
     """x, bytes, scales."""
-    rows = case.k // case.form.lanes
+    rows = case.k // case.form.lanes * case.form.bytes
     packed = rng.integers(0, 256, (rows, case.n), dtype=np.uint8)
     if case.exponents:
         scales = jnp.asarray(rng.integers(124, 131, (case.groups, case.n), dtype=np.uint8))
@@ -136,7 +144,9 @@ def matrix(packed, scales, case: Case) -> np.ndarray:
     packed, out = np.asarray(packed), np.zeros((case.k, case.n))
     scales = np.ldexp(1.0, np.asarray(scales, int) - 127) if case.exponents else scales
     for i in range(case.k):
-        codes = packed[i // case.form.lanes] >> (bits * (i % case.form.lanes)) & 2**bits - 1
+        first = i // case.form.lanes * case.form.bytes
+        whole = sum(packed[first + b].astype(int) << 8 * b for b in range(case.form.bytes))
+        codes = whole >> (bits * (i % case.form.lanes)) & 2**bits - 1
         out[i] = levels[codes] * np.asarray(scales, np.float64)[i * case.groups // case.k]
     return out
 

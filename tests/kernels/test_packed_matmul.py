@@ -41,7 +41,7 @@ def test_kernels_are_the_dequantised_product(implementation, case, rng):
 def test_small_tiles(implementation, rng):
     """Many tiles of rows, bytes and outputs, whose edges are cut."""
     with packed_body.small_pieces():
-        packed_body.check(implementation, CASES["a table, no multiple of anything"], rng)
+        packed_body.check(implementation, CASES["a table, no multiple of anything"], rng, bound=2e-6)
 
 
 @pytest.mark.parametrize("implementation", PALLAS)
@@ -70,16 +70,16 @@ def test_a_kernel_that_the_device_lacks_is_named(implementation, device):
 
 def test_what_does_not_fit_is_named():
     x, packed, scales = jnp.ones((2, 48)), jnp.zeros((24, 8), jnp.uint8), jnp.ones((3, 8))
-    with pytest.raises(ValueError, match="3 bits; codes have 2, 4 or 8 bits"):
-        packed_matmul(x, packed, scales, PackedCodes(3))
+    with pytest.raises(ValueError, match="5 bits; codes have 2, 3, 4, 6 or 8 bits"):
+        packed_matmul(x, packed, scales, PackedCodes(5))
     with pytest.raises(ValueError, match="wide codes are integers"):
         packed_matmul(x, packed, scales, PackedCodes(2, (0.0, 1.0, 2.0, 3.0), wide=True))
-    with pytest.raises(ValueError, match=r"rows of 48 inputs, bytes \[24, 8\] of 1 codes each"):
+    with pytest.raises(ValueError, match=r"rows of 48 inputs, bytes \[24, 8\] with 1 codes in 1 and"):
         packed_matmul(x, packed, scales, PackedCodes(8))
     with interpreting():
-        with pytest.raises(NotImplementedError, match="pallas_gpu takes groups of a multiple of 16 bytes"):
-            packed_matmul(x, packed, scales, PackedCodes(4), implementation="pallas_gpu")
-        with pytest.raises(NotImplementedError, match="1560 bytes in groups of 12 have none"):
+        with pytest.raises(NotImplementedError, match="pallas_gpu takes wide codes in groups of a multiple of 16"):
+            packed_matmul(x, packed, scales, PackedCodes(4, wide=True), implementation="pallas_gpu")
+        with pytest.raises(NotImplementedError, match="1560 tuples in groups of 12 have none"):
             packed_matmul(
                 jnp.ones((2, 3120)), jnp.zeros((1560, 8), jnp.uint8), jnp.ones((130, 8)), PackedCodes(4),
                 implementation="pallas_tpu",

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.codebooks import CodebookGrid
 from jaxllm.quant.grids import CentredGrid, Grid, GridParams, IntGrid, MinimumGrid
-from pallas_kernels.packed_matmul import PackedCodes
+from pallas_kernels.packed_matmul import BITS, PackedCodes
 from pallas_kernels.packed_matmul.native import FEWEST, NativeForm, NativeKind
 from sharding import LogicalAxes
 
@@ -107,8 +107,8 @@ class CodeGroups:
     ) -> tuple[UInt8[Array, "B N"], Float[Array, "G N"], PackedCodes, list[tuple[Array, Array]]] | None:
         """Operands of ``packed_matmul`` (bytes, scales and what codes stand for), and the matmuls to add.
 
-        None where codes are packed in several bytes, groups are shorter or cut a byte, or codes are no few levels times
-        a scale. Dimensions of inputs that precede those of the format (heads) have groups of their own.
+        None where codes have 5 or 7 bits, groups are shorter or cut a tuple, or codes are no few levels times a scale.
+        Dimensions of inputs that precede those of the format (heads) have groups of their own.
         """
         bits, flat = self.grid.bits, self.flatten(values)
         axis, lanes = self.axis % flat.ndim, WORDS[self.grid.bits][0]
@@ -117,7 +117,7 @@ class CodeGroups:
         inputs = x.shape[-1] // parts
         levels = self.grid.levels if isinstance(self.grid, CodebookGrid) else None
         size = self.stored_sizes(inputs, groups)[0]
-        if bits not in (2, 4, 8) or size * groups != inputs or size % lanes or (levels and bits == 8):
+        if bits not in BITS or size * groups != inputs or size % lanes or (levels and bits == 8):
             return None
         codes, by_group = (a.reshape(math.prod(a.shape[: axis + 1]), -1) for a in (flat, params.scale))
         return codes, by_group, PackedCodes(bits, levels), self._offset_terms(x, self.grid.offset(params), inputs)

@@ -110,5 +110,5 @@ def nibble_terms(
     outs = values.shape[axis % values.ndim + 1 :]
     packed, by_group = joined_inputs(values, scales, axis)
     rows = packed.reshape(by_group.shape[0], -1, packed.shape[1])
-    lanes = (lane_values(rows, lane, codes) * by_group[:, None] for lane in range(codes.lanes))
+    lanes = (lane_values(rows.astype(jnp.int32), lane, codes) * by_group[:, None] for lane in range(codes.lanes))
     return [(x[..., k :: codes.lanes], lane.reshape(-1, *outs).astype(x.dtype)) for k, lane in enumerate(lanes)]
