@@ -12,8 +12,8 @@ CELLS = [
     *[("h100:1x1", form, "apart", 1) for form in ("int4", "int8", "lut4", "mxfp4", "w8a8", "lut3", "w4a8", "llm_int8")],
     ("v6e:1x1", "int4", "apart", 16),
 ]  # fmt: skip
-"""(topology, format, layers, batch). Some move more, see docs/serve/quantise.md: NF4 on GPUs, batches on GPUs, unstacked
-layers of w8a8 and stacked ones of int8 on TPUs."""
+"""(topology, format, layers, batch). Some move more, see docs/serve/quantise.md: NF4 on GPUs, batches on GPUs,
+unstacked layers of w8a8 and stacked ones of int8 on TPUs."""
 OTHERS = [("v6e:1x1", "int8"), ("h100:1x1", "nf4")]
 
 
