@@ -83,3 +83,18 @@ def cluster_of(text: str, table: dict[str, Hardware]) -> Cluster:
             raise UsageError(f"--on {text}: {kind} has no slice of {many} devices; give a shape such as v6e:2x4.")
         return found
     return Cluster.parse(text, table)
+
+
+def platforms_of(text: str, table: dict[str, Hardware]) -> list[Cluster]:
+    """Clusters of names separated by commas; a kind alone stands for its clusters of 1 to 16 devices, "" for all kinds.
+
+    Raises:
+        UsageError, ShardingError, HardwareError: see ``cluster_of``.
+    """
+    from jaxllm.simulate.deployment_search import platforms
+
+    out: list[Cluster] = []
+    for name in text.split(",") if text else table:
+        kind = name.strip().lower()
+        out += platforms(table[kind]) if kind in table else [cluster_of(name, table)]
+    return out

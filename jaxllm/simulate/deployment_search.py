@@ -2,17 +2,21 @@
 
     found = search(candidates(config, cluster), trace, ServiceObjective(1.0, 0.05), "latency")
 
-Best is the least mean latency or the least energy per token (APEX, arXiv:2411.17651, gives both) among the deployments
-that meet the objective. Candidates are simulated in the order of a lower bound, and those whose bound is no better than
-the best found, or which cannot meet the objective even for a request that is alone, are not simulated; so the result is
-that of simulating all. ``smallest`` tries platforms in the order of their price (GenZ, arXiv:2406.01698).
+Best is the least mean latency or the least energy per token (APEX, arXiv:2411.17651, gives both), the largest rate that
+a device can take, or the least price of a token at that rate, among the deployments that meet the objective. Candidates
+are simulated in the order of a lower bound, and those whose bound is no better than the best found, or which cannot
+meet the objective even for a request that is alone, are not simulated; so the result is that of simulating all. No
+bound is known for the goals ``goodput`` and ``cost``, so all are simulated, the most promising by formula first.
+
+What a trace recommends may be owed to that trace: a best deployment is replayed on another one, and is not best if it
+fails there. ``smallest`` tries platforms in the order of their price (GenZ, arXiv:2406.01698).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,19 +24,23 @@ import numpy as np
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.serving_step import PLAIN
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.simulate.deployment import Deployment, DeploymentError
 from jaxllm.simulate.power import PowerModel
 from jaxllm.simulate.request_trace import RequestTrace
-from jaxllm.simulate.simulator import ServiceObjective, simulate
-from jaxllm.simulate.steady_state import decode_seconds, prefill_seconds
+from jaxllm.simulate.simulator import ServiceObjective, rate_curve, simulate
+from jaxllm.simulate.steady_state import decode_seconds, largest_rate, prefill_seconds
 from sharding import MeshSpec, ShardingError
 from sharding.mesh import divisors
 
-Goal = Literal["latency", "energy"]
+Goal = Literal["latency", "energy", "goodput", "cost"]
+AT_KNEE: tuple[Goal, ...] = ("goodput", "cost")
+"""Goals that are judged at the largest rate that meets the objective."""
 LONG_PROMPT = 8192
 """Mean prompt length in tokens from which on prefill is worth splitting over ``context``."""
 BUDGETS = (512, 2048, 8192)
+SIZES = (1, 2, 4, 8, 16)
+"""Numbers of devices of the platforms that are tried where none is named."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +49,24 @@ class PlannedDeployment:
 
     Attributes:
         deployment: the deployment.
-        figures: see ``Simulation.figures``.
-        value: what the search minimises, in seconds or joules.
+        figures: see ``Simulation.figures``; of the trace at its own rate.
+        value: what the search minimises: seconds a request, joules a token, dollars a million tokens, or less than zero
+            by the requests a second and device.
+        knee: largest rate that meets the objective, for the goals that are judged there.
+        replayed: share of the requests of another trace that met the objective; None: not replayed.
     """
 
     deployment: Deployment
     figures: dict[str, Any]
     value: float
+    knee: float | None = None
+    replayed: float | None = None
 
     @property
     def meets(self) -> bool:
-        """Whether the objective's share of the requests met it."""
-        return self.figures["within_slo"] >= self.figures["slo"]["share"]
+        """Whether the objective's share of the requests met it, in a replay too."""
+        share = self.figures["slo"]["share"]
+        return self.figures["within_slo"] >= share and (self.replayed is None or self.replayed >= share)
 
 
 @dataclass
@@ -153,9 +167,14 @@ def alone(deployment: Deployment, trace: RequestTrace) -> np.ndarray:
     return np.asarray(out)
 
 
-def lower_bound(deployment: Deployment, trace: RequestTrace, goal: Goal, bounds: np.ndarray) -> float:
-    """Lower bound of what a search minimises."""
+def lower_bound(
+    deployment: Deployment, trace: RequestTrace, slo: ServiceObjective, goal: Goal, bounds: np.ndarray
+) -> float:
+    """Lower bound of what a search minimises; for a goal of ``AT_KNEE`` an estimate, which only orders candidates."""
     tokens = np.asarray([one.tokens for one in trace.requests])
+    if goal in AT_KNEE:
+        prompt = round(float(np.mean([one.prompt for one in trace.requests])))
+        return -largest_rate(deployment, prompt, round(float(tokens.mean())), slo) * deployment.engines
     if goal == "latency":
         return float((bounds[:, 0] + bounds[:, 1] * (tokens - 1)).mean())
     watts, power = deployment.cluster.hardware.watts, PowerModel()
@@ -174,6 +193,7 @@ def search(
     slo: ServiceObjective,
     goal: Goal = "latency",
     *,
+    replay: RequestTrace | None = None,
     most: int | None = None,
     prune: bool = True,
     progress: Callable[[PlannedDeployment], None] = lambda one: None,
@@ -184,13 +204,16 @@ def search(
         deployments: candidates.
         trace: requests, at the rate that they shall be served at.
         slo: objective.
-        goal: mean latency of requests, or joules per output token.
+        goal: mean latency of requests, joules per output token, the largest rate of a device that meets the objective,
+            or dollars per million output tokens at that rate.
+        replay: other requests, of which the best must meet the objective too.
         most: deployments to simulate at most, those with the lowest bounds; None: as many as the bounds leave.
         prune: leave out those that the bounds rule out; False: simulate all.
         progress: called with each simulated deployment.
 
     Raises:
-        DeploymentError: the goal is energy and the devices' watts are not known.
+        DeploymentError: the goal needs the devices' watts or prices, and they are not known.
+        ValueError: the goal is judged at several rates, and the trace has none.
     """
     found, ordered = DeploymentSearchResult(), []
     for deployment in deployments:
@@ -202,14 +225,17 @@ def search(
         if prune and met < slo.share:
             found.refused.append((deployment.name, f"even alone, {met:.0%} of the requests meet the objective"))
             continue
-        ordered.append((lower_bound(deployment, trace, goal, bounds), len(ordered), deployment))
+        ordered.append((lower_bound(deployment, trace, slo, goal, bounds), len(ordered), deployment))
     ordered.sort()
     least = np.inf
     for number, (bound, _, deployment) in enumerate(ordered):
-        if prune and (bound >= least or (most is not None and len(found.simulated) >= most)):
+        no_better = bound >= least and goal not in AT_KNEE
+        if prune and (no_better or (most is not None and len(found.simulated) >= most)):
             found.pruned += len(ordered) - number
             break
         one = judge(deployment, trace, slo, goal)
+        if replay is not None and one.meets and one.value < least:
+            one = replace(one, replayed=simulate(deployment, replay).within(slo))
         found.simulated.append(one)
         progress(one)
         if one.meets:
@@ -219,10 +245,26 @@ def search(
 
 
 def judge(deployment: Deployment, trace: RequestTrace, slo: ServiceObjective, goal: Goal) -> PlannedDeployment:
-    """Simulates a deployment."""
-    figures = simulate(deployment, trace).figures(slo)
-    value = figures["latency"]["mean"] if goal == "latency" else figures["joules_per_token"]
-    return PlannedDeployment(deployment, figures, float(value))
+    """Simulates a deployment, at several rates for a goal of ``AT_KNEE``.
+
+    Raises:
+        DeploymentError: the goal is cost and the devices have no price.
+    """
+    if goal not in AT_KNEE:
+        figures = simulate(deployment, trace).figures(slo)
+        value = figures["latency"]["mean"] if goal == "latency" else figures["joules_per_token"]
+        return PlannedDeployment(deployment, figures, float(value))
+    per_hour = deployment.dollars_per_hour
+    if goal == "cost" and per_hour is None:
+        raise DeploymentError(
+            f"{deployment.cluster.hardware.name} has no price: give dollars an hour (--price), or maximise goodput."
+        )
+    knee, _ = rate_curve(lambda asked: simulate(deployment, asked), trace, slo)
+    value = -knee / deployment.devices
+    if per_hour is not None and goal == "cost":
+        tokens = float(np.mean([one.tokens for one in trace.requests]))
+        value = per_hour / 3600 / (knee * tokens) * 1e6 if knee else np.inf
+    return PlannedDeployment(deployment, simulate(deployment, trace).figures(slo), value, knee)
 
 
 def platform_order(cluster: Cluster) -> tuple[float, float]:
@@ -230,6 +272,13 @@ def platform_order(cluster: Cluster) -> tuple[float, float]:
     each = cluster.hardware.dollars_per_hour
     size = cluster.devices * cluster.hardware.bandwidth
     return (np.inf, size) if each is None else (each * cluster.devices, size)
+
+
+def platforms(hardware: Hardware) -> Iterator[Cluster]:
+    """Clusters of a device kind of the sizes that are tried where none is named: ``SIZES``."""
+    for devices in SIZES:
+        if (found := Cluster.sized(hardware, devices)) is not None:
+            yield found
 
 
 def smallest(

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxllm import cli
-from jaxllm.plan.hardware import Cluster
+from jaxllm.cli.serving_arguments import platforms_of
+from jaxllm.plan.hardware import TABLE, Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
 from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replay
 from jaxllm.simulate.deployment_search import DeploymentSearchResult, alone, candidates, meshes, search, smallest
@@ -34,6 +35,47 @@ def test_the_search_is_brute_force(goal):
     assert whole.best is not None
     assert pruned.best.value == whole.best.value == min(one.value for one in whole.simulated if one.meets)
     assert len(whole.simulated) == 6 > len(pruned.simulated) - (goal == "energy")
+
+
+def test_goodput_and_cost_are_judged_at_the_knee():
+    """On one platform the deployment of the largest rate is that of the cheapest token; prices scale with the rate."""
+    trace = make_trace("poisson:900", lengths="60/4", count=6)
+    table = {"h100": dataclasses.replace(Cluster.parse("h100:1x1").hardware, dollars_per_hour=2.0)}
+    ways = list(candidates(MODEL, Cluster.parse("h100:1x2", table), trace, budgets=(64,), max_sequences=8, pages=400))
+    rated, priced = (search(ways, trace, SLO, goal) for goal in ("goodput", "cost"))
+    assert rated.best is not None
+    assert priced.best is not None
+    assert rated.best.deployment == priced.best.deployment
+    assert rated.best.value == -(rated.best.knee or 0) / 2 == min(one.value for one in rated.simulated)
+    assert priced.best.value == pytest.approx(2 * 2.0 / 3600 / ((priced.best.knee or 0) * 4) * 1e6)
+    assert (rated.best.knee or 0) >= trace.rate
+    with pytest.raises(DeploymentError, match="h100 has no price"):
+        search(made(trace)[:1], trace, SLO, "cost")
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_what_fails_for_other_requests_is_not_recommended(prune):
+    """Requests of the replay are longer than any deployment but the widest can serve in time."""
+    trace = make_trace("poisson:300", lengths="60/12", count=8)
+    longer = make_trace("poisson:300", lengths="400/12", count=8)
+    ways = [one.sized(max_len=512) for one in made(trace)]
+    times = [float(np.percentile([r.ttft for r in simulate(one, longer).results], 90)) for one in ways]
+    slo = ServiceObjective(min(times) * 1.001, 1.0, 0.8)
+    found = search(ways, trace, slo, replay=longer, prune=prune)
+    assert found.best is not None
+    assert (found.best.replayed or 0) >= 0.8
+    assert simulate(found.best.deployment, longer).within(slo) >= 0.8
+    tight = ServiceObjective(min(times) / 2, 1.0, 0.8)
+    assert search(ways, trace, tight, prune=prune).best is not None, "the trace itself meets it"
+    failed = search(ways, trace, tight, replay=longer, prune=prune)
+    assert failed.best is None
+    assert any(one.replayed is not None and one.replayed < 0.8 for one in failed.simulated)
+
+
+def test_platforms_of_a_kind_are_its_slices():
+    table = {name: Cluster.parse(f"{name}:2x2x2" if name == "v4" else f"{name}:1x1").hardware for name in ("v4", "v5e")}
+    assert [c.name for c in platforms_of("", table)][:3] == ["v4:2x2x2", "v4:2x2x4", "v5e:1x1"]
+    assert [c.devices for c in platforms_of("h100,v5e:2x2", TABLE)] == [1, 2, 4, 8, 16, 4]
 
 
 def test_nothing_is_faster_than_alone():
@@ -145,7 +187,7 @@ def test_a_mix_serves_what_it_was_made_for():
 
 
 def test_the_command_plans(capsys):
-    argv = ["plan", "quickstart", "--serve", "--on", "h100:2,h100:1", "--rate", "20", "--lengths", "60/8"]
+    argv = ["plan", "quickstart", "--serve", "--on", "h100:2,h100:1", "--trace", "poisson:20", "--lengths", "60/8"]
     argv += ["--requests", "6", "--budgets", "256", "--price", "h100=2", "--users-at", "256"]
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
@@ -154,3 +196,11 @@ def test_the_command_plans(capsys):
     assert cli.main([*argv, "--mix"]) == 0
     assert "cheapest mix for poisson:20" in capsys.readouterr().out
     assert cli.main([*argv, "--slo", "ttft=1e-9"]) == 1
+    assert "even alone, 0%" in capsys.readouterr().out
+    no_platform = ["plan", "quickstart", "--serve", "--trace", "poisson:20", "--lengths", "60/8", "--requests", "4"]
+    assert cli.main([*no_platform, "--goal", "goodput", "--budgets", "256"]) == 0
+    said = capsys.readouterr().out
+    assert "smallest platform: v5e:1x1" in said, "the cheapest of the table's list prices"
+    assert "100% within for other requests, recommended" in said
+    assert cli.main([*no_platform[:4], "closed:4"]) == 2
+    assert "needs arrivals of a rate" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxllm.plan.formulas.serving_step import BatchWork, ServingStepModel
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
 from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replay
-from jaxllm.simulate.deployment_search import candidates, search
+from jaxllm.simulate.deployment_search import DeploymentSearchResult, candidates, platforms, search, smallest
 from jaxllm.simulate.routing import ROUTERS
 from jaxllm.simulate.steady_state import mixing_penalty
 from recipes.llama3 import llama3_8b, llama3_70b
@@ -38,22 +39,47 @@ def mixes_are_brute_forces(seed: int) -> float:
 
 @proof("simulation", count=10, sample=1)
 def searches_are_brute_force(seed: int) -> None:
-    """The deployment found with bounds is the best of simulating all, in latency and in energy, and meets the SLO."""
+    """The deployment found with bounds is the best of simulating all, in latency and in energy, and meets the SLO for
+    the trace that it was found by and for a second one.
+    """
     rng = np.random.default_rng(seed)
-    trace = make_trace(f"poisson:{rng.uniform(50, 500)}", lengths="alpaca", count=10, seed=seed)
+    rate = rng.uniform(50, 500)
+    trace, other = (make_trace(f"poisson:{rate}", lengths="alpaca", count=10, seed=seed + n) for n in (0, 1000))
     slo = ServiceObjective(float(rng.uniform(0.002, 0.05)), float(rng.uniform(3e-4, 2e-3)), 0.8)
     ways = list(
         candidates(
             MODEL, Cluster.parse("h100:1x4"), trace, weights=("bfloat16", "int8"), budgets=(64, 256), max_sequences=8,
-            pages=400,
+            pages=400, max_len=max(trace.longest, other.longest),
         )
     )  # fmt: skip
     for goal in ("latency", "energy"):
-        pruned, whole = (search(ways, trace, slo, goal, prune=prune) for prune in (True, False))
+        pruned, whole = (search(ways, trace, slo, goal, replay=other, prune=prune) for prune in (True, False))
         assert (pruned.best is None) == (whole.best is None)
         if pruned.best is not None and whole.best is not None:
             assert pruned.best.value == whole.best.value
-            assert simulate(pruned.best.deployment, trace).within(slo) >= slo.share
+            served = [simulate(pruned.best.deployment, one).within(slo) for one in (trace, other)]
+            assert min(served) >= slo.share
+
+
+@proof("simulation", count=10, sample=1)
+def smallest_platforms_are_brute_forces(seed: int) -> None:
+    """The first platform in the order of price that meets the objective is the cheapest of all that do."""
+    rng = np.random.default_rng(seed)
+    trace = make_trace(f"poisson:{rng.uniform(2, 40)}", lengths="alpaca", count=10, seed=seed)
+    slo = ServiceObjective(0.1, float(rng.uniform(3e-3, 1e-2)), 0.8)
+    table = {
+        name: dataclasses.replace(Cluster.parse(f"{name}:1x1").hardware, dollars_per_hour=float(rng.uniform(1, 9)))
+        for name in ("a100", "h100", "h200")
+    }
+    clusters = [one for kind in table.values() for one in itertools.islice(platforms(kind), 3)]
+
+    def find(cluster: Cluster, prune: bool = True) -> DeploymentSearchResult:
+        ways = candidates(llama3_8b().model, cluster, trace, budgets=(128,), max_sequences=8, pages=400)
+        return search(ways, trace, slo, prune=prune)
+
+    chosen, _ = smallest(clusters, find)
+    enough = [one for one in clusters if find(one, prune=False).best is not None]
+    assert chosen == min(enough, key=lambda one: one.devices * (one.hardware.dollars_per_hour or 0.0), default=None)
 
 
 @proof("simulation", count=10, sample=1, counts=("retried",))

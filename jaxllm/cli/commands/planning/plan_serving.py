@@ -9,7 +9,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
+from jaxllm.cli.serving_arguments import hardware_table, platforms_of, served_model
 
 if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def plan_serving(argv: list[str]) -> int:
-    """Find the best deployment of a served model: `jaxllm plan MODEL --serve --on h200:8 --rate 4`."""
+    """Find the best deployment of a served model: `jaxllm plan MODEL --serve --on h200:8`."""
 
     def run(
         model: Annotated[str, tyro.conf.Positional],
         /,
-        on: str,
-        rate: float = 1.0,
+        on: str = "",
+        trace: str = "poisson:1",
         lengths: str = "sharegpt",
         requests: int = 100,
         slo: str = "ttft=1,tpot=0.05",
-        goal: Literal["latency", "energy"] = "latency",
+        goal: Literal["latency", "energy", "goodput", "cost"] = "latency",
         weights: tuple[str, ...] = ("bfloat16",),
         kv_dtype: tuple[Literal["auto", "bfloat16", "int8", "fp8"], ...] = ("auto",),
         budgets: tuple[int, ...] = (512, 2048, 8192),
@@ -46,16 +46,19 @@ def plan_serving(argv: list[str]) -> int:
         """Searches meshes, formats and token budgets by simulation; several platforms: the smallest that suffices.
 
         With several platforms in --on they are tried in the order of their price, up to the first that meets the
-        objective. The exit status is 1 if none does.
+        objective; without --on, all kinds of the hardware table in several sizes are. What is recommended also met the
+        objective for other arrivals and lengths of the same distribution. The exit status is 1 if nothing does.
 
         Args:
             model: recipe, FILE.py:FUNCTION, config.json, or a model's directory.
-            on: devices, as for `jaxllm simulate`; several, separated by commas.
-            rate: requests per second to serve.
+            on: devices, as for `jaxllm simulate`, or a kind such as h200, of 1 to 16 devices; several, separated by
+                commas; by default all kinds.
+            trace: open-loop requests to serve, as for `jaxllm simulate`: poisson:RATE, bursty:RATE, or a file.
             lengths: prompt and completion lengths, as for `jaxllm simulate`.
             requests: number of simulated requests.
             slo: objective, as for `jaxllm simulate`.
-            goal: least mean latency, or least energy per token.
+            goal: least mean latency, least energy per token, the largest rate of a device that meets the objective
+                (goodput), or the least price of a token at that rate (cost).
             weights: formats of the matrices to choose from.
             kv_dtype: formats of the KV cache to choose from.
             budgets: token budgets of a step to choose from.
@@ -77,32 +80,38 @@ def plan_serving(argv: list[str]) -> int:
         from jaxllm.simulate import ServiceObjective, make_trace
         from jaxllm.simulate.deployment_search import candidates, search, smallest
 
-        if not 0 < rate < math.inf:
-            raise UsageError(f"--rate {rate}: give requests per second above 0.")
         config, _ = served_model(model)
-        table = hardware_table(hardware, price)
-        clusters = [cluster_of(name, table) for name in on.split(",")]
+        clusters = platforms_of(on, hardware_table(hardware, price))
         objective = ServiceObjective.parse(slo)
-        trace = make_trace(f"poisson:{rate}", lengths=lengths, count=requests, seed=seed)
+        asked = make_trace(trace, lengths=lengths, count=requests, seed=seed)
+        if not math.isfinite(asked.rate):
+            raise UsageError(
+                f"--trace {trace}: a plan needs arrivals of a rate, such as poisson:4, bursty:4 or a file."
+            )
+        # A file has no other requests of its distribution.
+        replay = None if trace.endswith((".jsonl", ".json")) else make_trace(
+            trace, lengths=lengths, count=requests, seed=seed + 1
+        )  # fmt: skip
+        longest = max(one.longest for one in (asked, replay) if one is not None)
 
         def deployments(cluster: Cluster) -> list[Deployment]:
             return list(
                 candidates(
-                    config, cluster, trace, weights=weights, kv_dtypes=kv_dtype, budgets=budgets,
-                    max_sequences=max_sequences,
+                    config, cluster, asked, weights=weights, kv_dtypes=kv_dtype, budgets=budgets,
+                    max_sequences=max_sequences, max_len=longest,
                 )
             )  # fmt: skip
 
         if mix:
-            return _print_mix([one for cluster in clusters for one in deployments(cluster)], trace, objective)
+            return _print_mix([one for cluster in clusters for one in deployments(cluster)], asked, objective)
 
         if pools:
-            return _print_pools(deployments(clusters[0])[-1], trace, objective, top)
+            return _print_pools(deployments(clusters[0])[-1], asked, objective, top)
 
         def find(cluster: Cluster) -> DeploymentSearchResult:
             made = deployments(cluster)
-            print(f"{model} on {cluster.name}: {len(made)} deployments, {trace.name}, {slo}", flush=True)
-            found = search(made, trace, objective, goal, most=most)
+            print(f"{model} on {cluster.name}: {len(made)} deployments, {asked.name}, {slo}", flush=True)
+            found = search(made, asked, objective, goal, replay=replay, most=most)
             _print_search(found, top, goal)
             return found
 
@@ -115,7 +124,8 @@ def plan_serving(argv: list[str]) -> int:
         if json is not None:
             write_json(
                 json,
-                {cluster.name: [{"deployment": one.deployment.name, "meets": one.meets, goal: one.value, **one.figures}
+                {cluster.name: [{"deployment": one.deployment.name, "meets": one.meets, goal: abs(one.value),
+                                 "replayed": one.replayed, "knee": one.knee, **one.figures}
                                 for one in found.simulated] for cluster, found in tried},
             )  # fmt: skip
             print(f"saved: {json}")
@@ -124,15 +134,18 @@ def plan_serving(argv: list[str]) -> int:
     return parse_command(run, argv, "jaxllm plan --serve")
 
 
+UNITS = {"latency": "s a request", "energy": "J a token", "goodput": "req/s, device", "cost": "$/M at knee"}
+
+
 def _print_search(found: DeploymentSearchResult, top: int, goal: str) -> None:
-    unit = "s a request" if goal == "latency" else "J a token"
-    head = f"{'':44}{'budget':>7}{unit:>13}{'TTFT p90':>10}{'TPOT p90':>10}{'within':>8}{'tokens/s':>10}"
-    print(f"{head}{'$/M':>8}{'J/token':>9}")
+    if found.simulated:
+        head = f"{'':44}{'budget':>7}{UNITS[goal]:>14}{'TTFT p90':>10}{'TPOT p90':>10}{'within':>8}{'tokens/s':>10}"
+        print(f"{head}{'$/M':>8}{'J/token':>9}")
     for one in found.simulated[:top]:
         f, name = one.figures, one.deployment.name
         dollars, joules = f["dollars_per_million_tokens"], f["joules_per_token"]
         print(
-            f"{name:44}{one.deployment.engine.max_batched_tokens:>7}{one.value:>13.3f}{f['ttft']['p90']:>10.3f}"
+            f"{name:44}{one.deployment.engine.max_batched_tokens:>7}{abs(one.value):>14.3f}{f['ttft']['p90']:>10.3f}"
             f"{f['tpot']['p90']:>10.4f}{f['within_slo']:>8.0%}{f['tokens_per_second']:>10,.0f}"
             f"{'-' if dollars is None else f'{dollars:.2f}':>8}{'-' if joules is None else f'{joules:.2f}':>9}"
         )
@@ -140,7 +153,11 @@ def _print_search(found: DeploymentSearchResult, top: int, goal: str) -> None:
         f"{len(found.simulated)} simulated, {found.pruned} cannot be better or were left out, "
         f"{len(found.refused)} refused"
     )
-    for name, reason in found.refused[: 0 if found.best else 3]:
+    for one in found.simulated[:top]:
+        if one.replayed is not None:
+            verdict = "recommended" if one.meets else "not recommended"
+            print(f"  {one.deployment.name}: {one.replayed:.0%} within for other requests, {verdict}")
+    for name, reason in list(dict(found.refused).items())[: 0 if found.best else 3]:
         print(f"  {name}: {reason}")
 
 
