@@ -13,7 +13,7 @@ from jaxllm import cli
 from jaxllm.cli.serving_arguments import platforms_of
 from jaxllm.plan.hardware import TABLE, Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
-from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replay
+from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replay, replayed_mix
 from jaxllm.simulate.deployment_search import DeploymentSearchResult, alone, candidates, meshes, search, smallest
 from jaxllm.simulate.long_context import long_context
 from jaxllm.simulate.steady_state import largest_rate, most_sequences, steady_state
@@ -180,6 +180,14 @@ def test_a_mix_serves_what_it_was_made_for():
     (served,) = replay(mix, histogram, kinds, trace)
     assert served is not None
     assert served.within(slo) >= slo.share
+    found = replayed_mix(histogram, capacities(histogram, kinds, slo), kinds, trace, slo)
+    assert (found.load, found.mix.counts, found.within) == (1.0, mix.counts, served.within(slo))
+    # Capacities that no engine has are found out by the simulation, and the mix is planned for more load.
+    busy, tight = trace.at_rate(40_000.0), ServiceObjective(0.001, 0.001)
+    histogram = buckets(busy)
+    again = replayed_mix(histogram, 8 * capacities(histogram, kinds, tight), kinds, busy, tight)
+    assert again.load > 1
+    assert again.within >= tight.share
     with pytest.raises(DeploymentError, match="no accelerator meets"):
         cheapest_mix([1.0], np.zeros((1, 1)), [1.0])
     with pytest.raises(DeploymentError, match="available"):

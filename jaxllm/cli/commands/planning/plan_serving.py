@@ -174,6 +174,8 @@ def _print_users(deployment: Deployment, context: int) -> None:
 
 def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: ServiceObjective) -> int:
     """Prints the cheapest mix of accelerators, and what its simulation says."""
+    import numpy as np
+
     from jaxllm.simulate import accelerator_mix
     from jaxllm.simulate.deployment_search import fit
 
@@ -187,25 +189,22 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
     histogram = accelerator_mix.buckets(trace)
     capacity = accelerator_mix.capacities(histogram, usable, slo)
     prices = [one.dollars_per_hour or 0.0 for one in usable]
-    rates = [bucket.rate for bucket in histogram]
-    best = accelerator_mix.cheapest_mix(rates, capacity, prices)
-    print(f"cheapest mix for {trace.name}: ${best.dollars_per_hour:,.2f} an hour")
-    served = accelerator_mix.replay(best, histogram, usable, trace)
-    within = 0.0
-    for one, count, simulation in zip(usable, best.counts, served, strict=True):
+    rates = np.asarray([bucket.rate for bucket in histogram])
+    found = accelerator_mix.replayed_mix(histogram, capacity, usable, trace, slo)
+    spare = f", planned for {found.load:.2f} of the load" if found.load > 1 else ""
+    print(f"cheapest mix for {trace.name}: ${found.mix.dollars_per_hour:,.2f} an hour{spare}")
+    for one, count, simulation in zip(usable, found.mix.counts, found.served, strict=True):
         if count and simulation is not None:
-            share = simulation.within(slo)
-            within += share * len(simulation.requests) / len(trace.requests)
             print(
                 f"  {count} x {one.cluster.name} ({one.name}, budget {one.engine.max_batched_tokens}): "
-                f"{len(simulation.requests)} requests, {share:.0%} within the objective"
+                f"{len(simulation.requests)} requests, {simulation.within(slo):.0%} within the objective"
             )
     for number, one in enumerate(usable):
         if (capacity[:, number] > 0).all():
-            alone = accelerator_mix.cheapest_mix(rates, capacity[:, [number]], [prices[number]])
+            alone = accelerator_mix.cheapest_mix(found.load * rates, capacity[:, [number]], [prices[number]])
             print(f"  only {one.cluster.name} ({one.name}): ${alone.dollars_per_hour:,.2f}")
-    print(f"simulated: {within:.0%} of the requests within the objective")
-    return 0 if within >= slo.share else 1
+    print(f"simulated: {found.within:.0%} of the requests within the objective")
+    return 0 if found.within >= slo.share else 1
 
 
 def _print_pools(base: Deployment, trace: RequestTrace, slo: ServiceObjective, top: int) -> int:
