@@ -24,10 +24,11 @@ class Oversubscription:
     Attributes:
         engines: engines.
         budget: watts of all devices together.
-        peak, mean: share of the budget that was drawn, at most and on average over the looks at it.
+        peak, mean: share of the budget that was drawn, at most in a period of the meter, and on average.
         uncapped_peak: the same without a cap.
-        breaches: intervals (start, end, watts) in which the power was above the budget.
-        looks: number of looks at the power.
+        breaches: periods (start, end, mean watts) in which the power was above the budget.
+        uncapped_breaches: number of them without a cap.
+        periods: number of periods.
         capped: share of the time of steps of low and of high priority that ran at a lower clock.
         latency: mean latency of low and of high priority, relative to no cap.
     """
@@ -38,7 +39,8 @@ class Oversubscription:
     mean: float
     uncapped_peak: float
     breaches: tuple[tuple[float, float, float], ...]
-    looks: int
+    uncapped_breaches: int
+    periods: int
     capped: Mapping[str, float]
     latency: Mapping[str, float]
 
@@ -84,10 +86,10 @@ def oversubscribe(
 
     governor, capped = served(caps=True)
     watched, free = served(caps=False)
-    shares = [drawn / budget for _, drawn in governor.samples]
+    shares = [watts / budget for *_, watts in governor.readings()]
     return Oversubscription(
-        more, budget, max(shares), sum(shares) / len(shares), max(drawn for _, drawn in watched.samples) / budget,
-        tuple(governor.over), len(shares),
+        more, budget, max(shares), sum(shares) / len(shares), max(drawn for *_, drawn in watched.readings()) / budget,
+        tuple(governor.breaches()), len(watched.breaches()), len(shares),
         {name: governor.capped[name] / _busy(capped, low, name) for name in ("low", "high")},
         {name: _latency(capped, name) / _latency(free, name) for name in ("low", "high")},
     )  # fmt: skip
@@ -113,7 +115,8 @@ def oversubscription_text(found: Oversubscription) -> str:
             f"{found.latency[name]:.3f}"
             for name in ("low", "high")
         ),
-        f"  above the budget at {len(found.breaches)} of {found.looks} looks",
+        f"  above the budget in {len(found.breaches)} of {found.periods} periods, {found.uncapped_breaches} without a "
+        "cap",
     ]
     lines += [f"    {start:.1f} to {end:.1f} s: {watts / 1e3:,.2f} kW" for start, end, watts in found.breaches]
     return "\n".join(lines)

@@ -80,21 +80,38 @@ def test_levels_rise_and_fall_with_a_margin():
     assert levels == [0, 1, 1, 0, 2, 2, 1, 1, 0]
     with pytest.raises(ValueError, match="power cap"):
         CapPolicy(low_clock=1.2)
+    with pytest.raises(ValueError, match="a period above 0"):
+        CapPolicy(period=0.0)
 
 
 def test_a_cap_slows_what_computes_and_takes_less_power():
     """Engine 0 has low priority; both compute only, so a clock of 0.5 doubles the time and quarters the power."""
     one, model = deployment("h100:1x2"), PowerModel(idle=0.0)
-    policy = CapPolicy(0.1, 0.1, 0.05, 0.5, 1.0, period=0.0)
+    policy = CapPolicy(0.1, 2.0, 0.05, 0.5, 1.0, period=0.02)
     trace = make_trace("closed:4", lengths="16/8", count=8)
     clock = lambda *_: StepCost(compute=0.01)  # noqa: E731
     governor = PowerGovernor(1400.0, 700.0, 1, 1, policy, model=model)
     capped = simulate(one, trace, clock=clock, governor=governor)
-    times = [{round(step.cost.seconds, 6) for step in steps[2:]} for steps in capped.engines]
+    times = [{round(step.cost.seconds, 6) for step in steps[4:]} for steps in capped.engines]
     assert times == [{0.02}, {0.01}]
-    assert max(watts for _, watts in governor.samples[4:]) == pytest.approx(700 + 700 / 4)
-    assert governor.capped["high"] > 0 or governor.share(1) == 1.0
-    assert not governor.over
+    watts = [watts for *_, watts in governor.readings()]
+    assert watts[0] == pytest.approx(1400)
+    assert watts[3] == pytest.approx(700 + 700 / 4)
+    assert governor.capped["low"] > 0
+    assert governor.capped["high"] == 0
+    assert not governor.breaches()
+
+
+def test_the_meter_has_the_energy_of_all_steps():
+    """Readings times their period are the energy of the steps and of idling, however long a step is."""
+    governor = PowerGovernor(1000.0, 700.0, 1, caps=False, policy=CapPolicy(period=0.013))
+    clock = lambda batches, shape, passes: StepCost(compute=0.01, memory=0.002 * shape.tokens)  # noqa: E731
+    found = simulate(deployment("h100:1x2"), make_trace("poisson:100", lengths="30/6", count=9), clock=clock,
+                     governor=governor)  # fmt: skip
+    readings = governor.readings()
+    seconds = readings[-1][1]
+    spent = sum(governor.model.energy([s.cost for s in own], seconds, 700.0) for own in found.engines)
+    assert sum(watts * (end - start) for start, end, watts in readings) == pytest.approx(spent, rel=1e-9)
 
 
 def test_more_servers_stay_within_the_budget_under_a_cap():
@@ -108,7 +125,8 @@ def test_more_servers_stay_within_the_budget_under_a_cap():
     loose = oversubscribe(deployment("h100:1x4"), trace, 0.5, CapPolicy(5.0, 5.0))
     assert loose.latency == {"low": 1.0, "high": 1.0}
     assert loose.capped == {"low": 0.0, "high": 0.0}
-    assert len(loose.breaches) == 0 or loose.peak > 1
+    assert (len(loose.breaches) > 0) == (loose.peak > 1)
+    assert len(loose.breaches) == loose.uncapped_breaches
     with pytest.raises(DeploymentError, match="two engines or more"):
         oversubscribe(deployment(), trace)
     with pytest.raises(DeploymentError, match="no watts"):
