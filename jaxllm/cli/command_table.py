@@ -96,6 +96,11 @@ COMMANDS = {
         "serve",
         "Serve a model to OpenAI clients: `jaxllm serve MODEL --port 8000`.",
     ),
+    "route": Command(
+        "jaxllm.cli.commands.route",
+        "route",
+        "Configure a gateway over several servers: `jaxllm route envoy --replicas URL,URL`.",
+    ),
     "convert": Command(
         "jaxllm.cli.commands.convert",
         "convert",

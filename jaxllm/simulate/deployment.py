@@ -7,6 +7,7 @@ import functools
 import math
 from dataclasses import dataclass, field, replace
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner.model_runner import ACCELERATOR_MEMORY_SHARE
@@ -22,7 +23,7 @@ LARGEST_TOKEN = 2**31 - 1
 """Vocabulary of simulated requests, so that any two prompts can differ in one token."""
 
 
-class DeploymentError(ValueError):
+class DeploymentError(ConfigError):
     """Deployment that cannot serve: the model does not fit, or the devices do not divide; says what would."""
 
 

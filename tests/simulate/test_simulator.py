@@ -191,7 +191,7 @@ def test_a_malformed_line_is_named(tmp_path):
     assert make_trace(str(file)).requests == (TraceRequest(0.0, 4, 3),)
 
 
-def test_what_does_not_fit_is_said():
+def test_what_does_not_fit_is_said(capsys):
     model = llama3_70b().model
     with pytest.raises(DeploymentError, match=r"needs 13\d\.\d GiB for weights .* Give more devices"):
         _ = Deployment(model, Cluster.parse("h100:1x1"), MeshSpec.parse("tensor=1"), longest=8192).spec
@@ -201,6 +201,10 @@ def test_what_does_not_fit_is_said():
         simulate(deployment(), make_trace("poisson:1", lengths="600/100", count=2))
     with pytest.raises(ValueError, match="legal: ttft=SECONDS"):
         ServiceObjective.parse("tfft=1")
+    assert cli.main(["simulate", "llama3_70b", "--on", "h100:1"]) == 2
+    assert "Give more devices" in capsys.readouterr().err
+    assert cli.main(["plan", "quickstart", "--serve", "--on", "v6e:1x1", "--requests", "2", "--goal", "energy"]) == 2
+    assert "no watts are known for v6e" in capsys.readouterr().err
 
 
 def test_the_command_reports(tmp_path, capsys):
