@@ -160,7 +160,8 @@ def kubernetes_manifests(
         GatewayError: the policy or the selector is not legal.
     """
     _legal(policy, tuple(SCORERS), "the Kubernetes inference gateway")
-    labels = dict(part.strip().partition("=")[::2] for part in selector.split(","))
+    pairs = [part.strip().partition("=") for part in selector.split(",")]
+    labels = {key: value for key, _, value in pairs}
     if not all(key and value for key, value in labels.items()):
         raise GatewayError(f"selector = {selector!r}: give labels of pods, such as app=jaxllm.")
     picker = f"{name}-epp"

@@ -5,28 +5,22 @@
 A request's prompt is computed by an engine of the prefill pool, which also gives the first token; its KV cache travels
 over the prefill engine's network, one request at a time; then an engine of the decode pool admits it, as it would admit
 a sequence that was swapped out to the host, and decodes the rest (DistServe, arXiv:2401.09670; Splitwise,
-arXiv:2311.18677). So neither phase delays the other. ``place`` chooses the pools for the most goodput per device.
+arXiv:2311.18677). So neither phase delays the other. ``jaxllm.simulate.pool_search`` chooses the pools.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxllm.infer import SamplingParams
 from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.plan.hardware import Cluster
 from jaxllm.serve.load_benchmark import RequestResult, summary
 from jaxllm.simulate.deployment import Deployment, DeploymentError
-from jaxllm.simulate.deployment_search import fit
 from jaxllm.simulate.paper_runner import SimulatedStep
 from jaxllm.simulate.request_trace import RequestTrace, token_ids
-from jaxllm.simulate.simulator import ServiceObjective, SimulatedEngine, SimulatedRequest, best_rate, simulate
-from sharding import MeshSpec
-from sharding.mesh import divisors
+from jaxllm.simulate.simulator import ServiceObjective, SimulatedEngine, SimulatedRequest
 
 
 @dataclass(frozen=True)
@@ -197,84 +191,3 @@ def _swapped_out(sequence: Sequence, engine: SimulatedEngine) -> None:
     sequence.tokens.append(0)
     sequence.computed = prompt
     sequence.swapped = [(list(_columns(prompt, spec.page_size, group.window)), None) for group in spec.groups]
-
-
-@dataclass(frozen=True)
-class RatedPlacement:
-    """RatedPlacement of pools, or of colocated engines, with its goodput.
-
-    Attributes:
-        name: description.
-        devices: devices of all engines.
-        rate: largest rate at which the objective's share of the requests is met.
-    """
-
-    name: str
-    devices: int
-    rate: float
-
-    @property
-    def goodput_per_device(self) -> float:
-        """Requests per second and device."""
-        return self.rate / self.devices
-
-
-def pool_splits(base: Deployment) -> Iterator[DisaggregatedPools]:
-    """Pools that use all devices of a deployment: all tensor degrees of both pools, and all numbers of their engines.
-
-    Args:
-        base: its devices, model, formats and sizes are taken; its mesh is not.
-    """
-    for prefill, decode in itertools.product(divisors(base.devices), repeat=2):
-        for many in range(1, base.devices // prefill + 1):
-            more, rest = divmod(base.devices - many * prefill, decode)
-            if more < 1 or rest:
-                continue
-            if (one := engines_of(base, prefill, many)) and (other := engines_of(base, decode, more)):
-                yield DisaggregatedPools(one, other)
-
-
-def engines_of(base: Deployment, tensor: int, count: int) -> Deployment | None:
-    """So many engines of a tensor degree; None if there is no slice of so many devices."""
-    cluster = Cluster.sized(base.cluster.hardware, tensor)
-    if cluster is None:
-        return None
-    return replace(base, cluster=cluster, mesh=MeshSpec.parse(f"tensor={tensor}"), copies=count)
-
-
-def colocated(base: Deployment) -> Iterator[Deployment]:
-    """Engines that do both phases, on all devices of a deployment: all tensor degrees."""
-    for tensor in divisors(base.devices):
-        if (one := engines_of(base, tensor, base.devices // tensor)) is not None:
-            yield one
-
-
-def place(
-    ways: Iterable[DisaggregatedPools | Deployment],
-    trace: RequestTrace,
-    slo: ServiceObjective,
-    *,
-    tolerance: float = 0.1,
-) -> list[RatedPlacement]:
-    """Placements by goodput per device, best first; those that cannot serve the model are left out.
-
-    Args:
-        ways: placements to choose from, see ``pool_splits`` and ``colocated``.
-        trace: requests, whose arrival times are stretched.
-        slo: objective.
-        tolerance: relative width of the interval in which a placement's rate is found.
-    """
-    found = []
-    for one in ways:
-        parts = (one,) if isinstance(one, Deployment) else (one.prefill, one.decode)
-        if any(map(fit, parts)):
-            continue
-
-        def share(rate: float, one: DisaggregatedPools | Deployment = one) -> float:
-            asked = trace.at_rate(rate)
-            served = simulate(one, asked) if isinstance(one, Deployment) else simulate_pools(one, asked)
-            return served.within(slo)
-
-        rate = best_rate(share, slo.share, trace.rate / 16, trace.rate, tolerance)
-        found.append(RatedPlacement(one.name, one.devices, rate))
-    return sorted(found, key=lambda one: -one.goodput_per_device)

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "jaxllm compile llama3_70b": "the proof parallelism/pods",
     "jaxllm plan llama3_8b": "minutes of compilers: benchmarks/plan.py; without them, below",
     "jaxllm simulate llama3_70b": "a small one: tests/simulate/test_simulator.py",
+    "jaxllm route": "tests/serve/test_gateway_config.py",
     "jaxllm tune flash_attention": "minutes of the TPU's compiler; the parts are in tests/tune",
     "jaxllm serve smollm2": "needs a reader: the proof server/openai_client_on_smollm2",
 }

@@ -8,8 +8,19 @@ import itertools
 import pytest
 
 from jaxllm.models import AttentionConfig, BlockConfig, MlpConfig
+from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace
-from jaxllm.simulate.pools import DisaggregatedPools, colocated, place, pool_splits, simulate_pools
+from jaxllm.simulate.pool_search import (
+    colocated,
+    first_tokens_met,
+    mixed_splits,
+    place,
+    pool_splits,
+    provision,
+    share_met,
+    spent,
+)
+from jaxllm.simulate.pools import DisaggregatedPools, simulate_pools
 from tests.simulate.served import MODEL, deployment
 
 
@@ -81,6 +92,47 @@ def test_splits_use_all_devices():
 def test_placements_are_by_goodput_per_device():
     trace = make_trace("uniform:200", lengths="100/4", count=6)
     ways = [pools(), next(colocated(deployment()))]
-    found = place(ways, trace, ServiceObjective(0.05, 0.01), tolerance=0.5)
-    assert [one.devices for one in found] in ([1, 2], [2, 1])
+    slo = ServiceObjective(0.05, 0.01)
+    found, pruned = (place(ways, trace, slo, tolerance=0.5, prune=prune) for prune in (False, True))
+    assert sorted(one.placement.devices for one in found) == [1, 2]
+    assert pruned == found[: len(pruned)]
     assert found[0].goodput_per_device >= found[1].goodput_per_device > 0
+
+
+def priced(**dollars: float):
+    return [dataclasses.replace(Cluster.parse(f"{name}:1x1").hardware, dollars_per_hour=price)
+            for name, price in dollars.items()]  # fmt: skip
+
+
+def test_prefill_alone_bounds_pools_with_it():
+    """First tokens are the prefill pool's own, so no decode pool makes more requests meet the objective."""
+    trace = make_trace("bursty:2000", lengths="100/6", count=24)
+    one = pools()
+    for ttft in (0.001, 0.002, 0.004):
+        slo = ServiceObjective(ttft, 1.0)
+        assert first_tokens_met(one.prefill, trace, slo) == share_met(one, trace, slo)
+        assert share_met(one, trace, ServiceObjective(ttft, 2e-4)) <= first_tokens_met(one.prefill, trace, slo)
+
+
+def test_mixed_splits_are_of_one_kind_or_two():
+    found = list(mixed_splits(deployment(), priced(h100=2.0, a100=1.0), most=2))
+    kinds = [tuple(part.cluster.hardware.name for part in (one.prefill, one.decode))
+             if isinstance(one, DisaggregatedPools) else (one.cluster.hardware.name,) for one in found]  # fmt: skip
+    assert len(found) == 2 * 3 + 4
+    assert set(kinds) == {("h100",), ("a100",), *itertools.product(("h100", "a100"), repeat=2)}
+    assert all(one.devices <= 2 for one in found)
+
+
+def test_the_cheapest_pools_are_those_of_all():
+    trace = make_trace("poisson:3000", lengths="100/6", count=16)
+    ways = list(mixed_splits(deployment(), priced(h100=2.0, a100=1.1), most=3))
+    slo = ServiceObjective(0.002, 2.5e-4)
+    for spending in ("cost", "power"):
+        found = provision(ways, trace, slo, spending)
+        enough = [spent(one, spending) for one in ways if share_met(one, trace, slo) >= slo.share]
+        assert (found and found[1]) == min(enough, default=None)
+        assert found is None or share_met(found[0], trace, slo) >= slo.share
+    with pytest.raises(DeploymentError, match="v6e has no watts"):
+        provision([deployment("v6e:1x1")], trace, slo, "power")
+    with pytest.raises(DeploymentError, match="h100 has no price"):
+        provision([deployment()], trace, slo, "cost")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
     from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective
     from jaxllm.simulate.deployment_search import DeploymentSearchResult
+    from jaxllm.simulate.pool_search import Spending
 
 
 def plan_serving(argv: list[str]) -> int:
@@ -67,8 +68,9 @@ def plan_serving(argv: list[str]) -> int:
             most: deployments to simulate on a platform at most, by their lower bounds; None for all that those leave.
             users_at: context length to say for how many users fit, and what prefill, decode and switching cost.
             mix: cheapest mix of the platforms in --on for these lengths, instead of one platform.
-            pools: compare colocated engines with prefill and decode pools on all devices of one platform, by the
-                largest rate that meets the objective per device.
+            pools: compare colocated engines with prefill and decode pools: on one platform, on all of its devices, by
+                the largest rate per device that meets the objective; on several, by the least price (--goal energy:
+                rated power) that serves the trace, each pool of one kind, with as many devices as the largest.
             price: dollars an hour of one device, such as h200=2.5,h100=2.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             seed: seed of arrivals and lengths.
@@ -105,6 +107,9 @@ def plan_serving(argv: list[str]) -> int:
         if mix:
             return _print_mix([one for cluster in clusters for one in deployments(cluster)], asked, objective)
 
+        if pools and len(clusters) > 1:
+            spending = "power" if goal == "energy" else "cost"
+            return _print_provision(deployments(clusters[0])[-1], clusters, asked, objective, spending)
         if pools:
             return _print_pools(deployments(clusters[0])[-1], asked, objective, top)
 
@@ -209,11 +214,33 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
 
 def _print_pools(base: Deployment, trace: RequestTrace, slo: ServiceObjective, top: int) -> int:
     """Prints placements of prefill and decode pools beside colocated engines."""
-    from jaxllm.simulate.pools import colocated, place, pool_splits
+    from jaxllm.simulate.pool_search import colocated, described, place, pool_splits
 
     apart, together = place(pool_splits(base), trace, slo), place(colocated(base), trace, slo)
     print(f"{'requests/s':>10}{'a device':>10}  {base.devices} devices, {trace.name}")
     for what, found in (("disaggregated", apart), ("colocated", together)):
         for one in found[:top]:
-            print(f"{one.rate:>10.3g}{one.goodput_per_device:>10.3g}  {what}: {one.name}")
+            print(f"{one.rate:>10.3g}{one.goodput_per_device:>10.3g}  {what}: {described(one.placement)}")
     return 0 if any(one.rate > 0 for one in (*apart, *together)) else 1
+
+
+def _print_provision(
+    base: Deployment, clusters: list[Cluster], trace: RequestTrace, slo: ServiceObjective, spending: Spending
+) -> int:
+    """Prints the cheapest pools of several kinds of devices beside the cheapest colocated engines."""
+    from jaxllm.simulate import Deployment
+    from jaxllm.simulate.pool_search import described, mixed_splits, provision
+
+    kinds = {one.hardware.name: one.hardware for one in clusters}
+    most = max(one.devices for one in clusters)
+    ways, unit = list(mixed_splits(base, list(kinds.values()), most)), "$ an hour" if spending == "cost" else "W"
+    print(f"up to {most} devices of {', '.join(kinds)}, {trace.name}: {len(ways)} ways")
+    status = 1
+    for what, kept in (("disaggregated", False), ("colocated", True)):
+        found = provision([one for one in ways if isinstance(one, Deployment) == kept], trace, slo, spending)
+        if found is None:
+            print(f"{what}: none meets the objective")
+            continue
+        print(f"{what}: {found[1]:,.2f} {unit}: {described(found[0])}")
+        status = 0
+    return status
