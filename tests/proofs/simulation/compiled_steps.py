@@ -1,0 +1,134 @@
+"""FLOPs, bytes and weights of serving steps by formula, and of programs compiled for a TPU and a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jaxllm.plan.formulas.serving_step import BatchWork, ServingStepModel
+from jaxllm.plan.hardware import Cluster
+from recipes.llama3 import llama3_8b
+from sharding import MeshSpec
+from sharding.isolate import run_isolated
+from tests.proofs.harness import proof
+
+PAGE, CONTEXT = 32, 1024
+DEPTHS = (2, 4)
+"""Layers of the compiled programs: each adds as much as another, so two depths say what all 32 move."""
+
+
+class Shape(NamedTuple):
+    """Step of an engine: decode of so many sequences, or so many prompt tokens of so many sequences."""
+
+    on: str
+    rows: int
+    requests: int
+
+    @property
+    def decode(self) -> bool:
+        """Each sequence has one row."""
+        return self.rows == self.requests
+
+    def __str__(self) -> str:
+        return f"{self.on} {'decode' if self.decode else 'prefill'} {self.rows}/{self.requests}"
+
+
+SHAPES = tuple(
+    Shape(on, rows, requests)
+    for on in ("v6e:1x1", "h100:1x1")
+    for rows, requests in ((8, 8), (16, 16), (64, 64), (256, 1), (512, 4), (1024, 8))
+)
+
+
+@proof(
+    "simulation", cases=SHAPES, sample=1, quick=(SHAPES[10],), bound={"flops": 1e-9, "weights": 1e-6, "bytes": 0.1}
+)  # fmt: skip
+def steps_are_the_compiled_programs(shape: Shape) -> dict[str, float]:
+    """Layers of 8B at their real widths, with embedding and head: matmul FLOPs, bytes of weights, and for decode the
+    bytes of all 32 layers with a KV cache of 1,024 tokens a sequence.
+
+    The paged attention kernel states no cost: its FLOPs are left out, and the cache is added to the program's bytes.
+    """
+    made = {layers: compiled_step(shape, layers) for layers in (DEPTHS if shape.decode else DEPTHS[:1])}
+    first, least = made[DEPTHS[0]], DEPTHS[0]
+    model, flops = _planned(shape, least)
+    found = {
+        "flops": abs(flops / first["flops"] - 1),
+        "weights": abs(model.device_weight_bytes / first["weights"] - 1),
+    }
+    if shape.decode:
+        every = llama3_8b().model.layers
+        each = (made[DEPTHS[1]]["bytes"] - first["bytes"]) / (DEPTHS[1] - least)
+        whole, _ = _planned(shape, every)
+        batch = BatchWork.of([CONTEXT - 1] * shape.requests, [1] * shape.requests)
+        moved = whole.step([batch], shape.rows, shape.requests).bytes
+        cache = shape.requests * CONTEXT * whole.token_bytes
+        found["bytes"] = abs(moved / (first["bytes"] + (every - least) * each + cache) - 1)
+    return found
+
+
+def _batch(shape: Shape) -> BatchWork:
+    return BatchWork.of([0] * shape.requests, [shape.rows // shape.requests] * shape.requests)
+
+
+def _planned(shape: Shape, layers: int) -> tuple[ServingStepModel, float]:
+    """Step-time model of so many layers, and the FLOPs of a step without attention."""
+    config = dataclasses.replace(llama3_8b().model, layers=layers)
+    model = ServingStepModel(config, Cluster.parse(shape.on), MeshSpec.parse("tensor=1"))
+    batch = _batch(shape)
+    macs = config.blocks[0].attention.attention_macs
+    attention = 2 * layers * macs * float(batch.pairs(None).sum())
+    return model, model.step([batch], shape.rows, shape.requests).flops - attention
+
+
+def compiled_step(shape: Shape, layers: int) -> dict[str, float]:
+    """Compiles a step for a device that is not here."""
+    arguments = {"rows": shape.rows, "requests": shape.requests, "layers": layers}
+    return run_isolated("tests.proofs.simulation.compiled_steps:compiled", shape.on, arguments)
+
+
+def compiled(topology: Any, rows: int, requests: int, layers: int) -> dict[str, float]:
+    """In a child that is set up for the topology's compiler: FLOPs and bytes of the program, bytes of its weights.
+
+    Layers are apart for GPUs, as the engine has them there.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxllm.compiler import program_walker
+    from jaxllm.infer.runner.engine_step import EngineStep
+    from jaxllm.infer.runner.paged_cache import layer_groups
+    from jaxllm.infer.runner.serving_mesh import serving_model
+    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.models import functional, unstack_layers
+    from pallas_kernels.paged_attention import Slots
+
+    config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16", layers=layers)
+    model, groups, columns = serving_model(functional(config)), layer_groups(config), 2 * CONTEXT // PAGE
+    shape = StepShape(rows, requests, rows == requests, False, requests, columns, 1, 8, 1, "float32")
+    mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.P())
+
+    def abstract(size: Any, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
+
+    with jax.set_mesh(mesh):
+        form = groups[0].format()
+        pool = abstract((layers, requests * columns + 1, form.kv_heads, PAGE, form.width), jnp.bfloat16)
+        shapes = model.abstract()
+        if topology.platform == "gpu":
+            shapes = jax.eval_shape(unstack_layers, shapes)
+        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
+        step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
+        last, packed = (abstract((1, n), jnp.int32) for n in (requests, shape.inputs.size))
+        program = step.lower(params, (Slots(pool),), last, packed).compile()
+    memory: Any = program.memory_analysis()
+    text = program.as_text() or ""
+    flops, moved = (lambda read: (read.flops, read.bytes))(program_walker.read(text))
+    if shape.decode:
+        # A step of several tokens is a loop: what a second turn adds, without what a call does once.
+        twice = program_walker.read(text, turns=2)
+        flops, moved = twice.flops - flops, twice.bytes - moved
+    weights = memory.argument_size_in_bytes - pool.size * 2 - 4 * (last.size + packed.size)
+    return {"flops": float(flops), "bytes": float(moved), "weights": float(weights)}
