@@ -172,7 +172,8 @@ class LLM:
                 path=self.loaded.path,
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
-        if over is not None or (layers == "auto" and has_unstacked_layers(held)):
+        staged = self.engine.config.stages > 1
+        if over is not None or staged or (layers == "auto" and has_unstacked_layers(held)):
             # Keep only the engine's copy of the weights.
             self.loaded = replace(self.loaded, params=held, mesh=over or self.loaded.mesh)
 
