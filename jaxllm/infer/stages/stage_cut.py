@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxllm.infer.streaming.layer_store import Unit, units_of
 
@@ -31,8 +32,11 @@ class Stretch:
     first: int
 
     def weights(self, params: Any) -> Any:
-        """Weights of these repeats, of a model's parameters whose layers are stacked."""
-        return jax.tree.map(lambda x: x[self.start : self.stop], params["segments"][str(self.segment)])
+        """Weights of these repeats, stacked, of a model's parameters whose layers are stacked or apart."""
+        segment = params["segments"][str(self.segment)]
+        if isinstance(segment, tuple):
+            return jax.tree.map(lambda *layers: jnp.stack(layers), *segment[self.start : self.stop])
+        return jax.tree.map(lambda x: x[self.start : self.stop], segment)
 
 
 @dataclass(frozen=True)
