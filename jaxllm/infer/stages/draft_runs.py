@@ -1,4 +1,4 @@
-"""Draft runs: speculative decoding that fills a pipeline with one sequence (PipeInfer, arXiv:2407.11798).
+"""Draft runs: pipelined speculation, which fills a pipeline with one sequence (PipeInfer, arXiv:2407.11798).
 
 A run takes one token of a sequence, or a few, through all stages. The first has the last known token, and enters at
 once. While it travels the proposer drafts on after what it has drafted already, and every few tokens enter as a run of
