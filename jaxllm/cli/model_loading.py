@@ -116,7 +116,8 @@ def check_speculation(speculate: str | None, tokens: int | None, runs: int = 1, 
     from jaxllm.infer.stages.staged_runner import with_stages
 
     sizes = with_speculation(EngineConfig(), speculate, tokens, runs)
-    with_stages(sizes, None if mesh is None else mesh_of(mesh))
+    if runs != 1:
+        with_stages(sizes, None if mesh is None else mesh_of(mesh))
 
 
 def check_kv_cache(kv_format: str, kv_keep: str) -> None:

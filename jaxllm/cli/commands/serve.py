@@ -194,7 +194,8 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         check_offload(offload, mesh)
-        check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
+        if speculate_runs != 1:
+            check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
