@@ -135,8 +135,8 @@ def test_the_version(capsys):
         (["train", "no/such.py:f"], ["there is no file no/such.py"]),
         (["generate", "no/such/run", "--prompt", "x"], ["no/such/run is not a run's directory", "no such directory"]),
         (
-            ["generate", "x", "--prompt", "x", "--mesh", "stage=8"],
-            ["does not serve over stage=8", "over tensor instead"],
+            ["generate", "x", "--prompt", "x", "--mesh", "stage=4,data=2"],
+            ["stage=4 does not go with data=2", "Give stage and tensor alone"],
         ),
         (["generate", "x"], ["--prompt"]),
         (["generate"], ["required"]),

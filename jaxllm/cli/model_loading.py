@@ -104,16 +104,20 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
         raise UsageError(f"--offload: {error}") from None
 
 
-def check_speculation(speculate: str | None, tokens: int | None) -> None:
-    """Checks ``--speculate`` and ``--speculate-tokens`` before a model is loaded.
+def check_speculation(speculate: str | None, tokens: int | None, runs: int = 1, mesh: str | None = None) -> None:
+    """Checks ``--speculate``, ``--speculate-tokens`` and ``--speculate-runs`` before a model is loaded.
 
     Raises:
-        ValueError: there is no such proposer, or the number is not legal.
+        ValueError: there is no such proposer, a number is not legal, or they do not go with the mesh.
     """
     from jaxllm.infer import EngineConfig
+    from jaxllm.infer.runner.serving_mesh import mesh_of
     from jaxllm.infer.speculate.proposer_table import with_speculation
+    from jaxllm.infer.stages.staged_runner import with_stages
 
-    with_speculation(EngineConfig(), speculate, tokens)
+    sizes = with_speculation(EngineConfig(), speculate, tokens, runs)
+    if runs != 1:
+        with_stages(sizes, None if mesh is None else mesh_of(mesh))
 
 
 def check_kv_cache(kv_format: str, kv_keep: str) -> None:

@@ -65,6 +65,10 @@ class EngineConfig:
         adapter_pages: pages of the pool of adapters; None: as many as all slots take with the largest rank.
         layer_window: with ``StreamedWeights``: layers that are on the device at a time, besides those that stay there
             (``jaxllm.infer.streaming``); 0: all weights are on the device. A step decodes one token of a sequence.
+        stages: pipeline stages that the model's layers are cut into (``jaxllm.infer.stages``): as many as the mesh's
+            ``stage`` axis, by which ``Engine.of`` sets it. A step decodes one token of a sequence.
+        draft_runs: with ``stages`` and ``speculate``: runs of a sequence that may be in flight, each of up to
+            ``verify_tokens`` draft tokens (PipeInfer); 1: the next draft waits for the verification of the one before.
     """
 
     max_sequences: int = 16
@@ -94,6 +98,8 @@ class EngineConfig:
     adapter_page_ranks: int = 16
     adapter_pages: int | None = None
     layer_window: int = 0
+    stages: int = 1
+    draft_runs: int = 1
 
     def __post_init__(self) -> None:
         self._check_adapters()
@@ -162,6 +168,36 @@ class EngineConfig:
             other = "draft_trees" if self.draft_trees else "preemption = 'swap'"
             raise ValueError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
         self._check_streamed()
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Checks what goes with pipeline stages."""
+        if min(self.stages, self.draft_runs) < 1:
+            raise ValueError(f"engine: stages = {self.stages} and draft_runs = {self.draft_runs}; give 1 or more.")
+        if self.draft_runs > 1 and not self.verify_tokens:
+            raise ValueError(f"engine: draft_runs = {self.draft_runs} without speculate; give draft:MODEL or ngram.")
+        if self.draft_runs > 1 and self.residual_window:
+            raise ValueError(
+                f"engine: draft_runs = {self.draft_runs} does not go with kv_dtype = {self.kv_dtype!r}, which encodes "
+                "whole pages: drafts of several runs may be refused. Use int8, fp8, int4 or bfp4 with that."
+            )
+        if self.stages == 1:
+            return
+        proposer = (self.speculate or "").partition(":")[0]
+        wrong = {
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"adapter_slots = {self.adapter_slots}": self.adapter_slots > 0,
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
+            "draft_trees (a tree of draft tokens)": self.draft_trees or proposer == "tree",
+            "draft_features (a draft head)": self.draft_features or proposer in ("head", "mtp"),
+            f"speculate = {self.speculate!r}, which drafts with the model's own layers,": proposer == "self",
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(
+                f"engine: {name} does not go with stages = {self.stages} (a mesh with stage): leave it out, or split "
+                "heads over tensor instead of layers over stage. To speculate with stages, use draft:MODEL or ngram."
+            )
 
     def _check_streamed(self) -> None:
         if self.layer_window < 0:
@@ -296,7 +332,7 @@ class EngineConfig:
         sizes = {self.max_batched_tokens}
         while min(sizes) > 64:
             sizes.add(max(16, -(-min(sizes) // 4)))
-        decode = self._sequence_counts if self.layer_window else ()
+        decode = self._sequence_counts if self.layer_window or self.stages > 1 else ()
         return tuple(sorted({*sizes, *self.verify_buckets, *decode}))
 
     @property
@@ -310,7 +346,9 @@ class EngineConfig:
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Sequence counts that decode-only steps are compiled for and padded to."""
-        return () if self.batch_invariant or self.layer_window else self._sequence_counts
+        if self.batch_invariant or self.layer_window or self.stages > 1:
+            return ()
+        return self._sequence_counts
 
     @property
     def _sequence_counts(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.length_limits import hard_limit
-from jaxllm.infer.runner.serving_mesh import mesh_of
+from jaxllm.infer.runner.serving_mesh import mesh_of, stages_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.start_progress import Listener, shown_progress
@@ -172,7 +172,8 @@ class LLM:
                 path=self.loaded.path,
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
-        if over is not None or (layers == "auto" and has_unstacked_layers(held)):
+        staged = self.engine.config.stages > 1
+        if over is not None or staged or (layers == "auto" and has_unstacked_layers(held)):
             # Keep only the engine's copy of the weights.
             self.loaded = replace(self.loaded, params=held, mesh=over or self.loaded.mesh)
 
@@ -321,6 +322,7 @@ def single_user_config(
     full: bool = False,
     kv_format: str = "auto",
     kv_keep: str = KEEP_ALL,
+    speculate_runs: int = 1,
 ) -> EngineConfig:
     """Engine configuration for one user: few programs, and room for sequences of this many tokens.
 
@@ -344,8 +346,9 @@ def single_user_config(
         buckets=buckets,
         samplers=("full" if full else "plain",),
     )
-    config = with_speculation(with_kv_cache(config, kv_format, kv_keep), speculate, speculate_tokens)
-    return replace(config, buckets=tuple(sorted({*buckets, *config.verify_buckets})))
+    config = with_speculation(with_kv_cache(config, kv_format, kv_keep), speculate, speculate_tokens, speculate_runs)
+    decode = {1} if stages_of(loaded.mesh) > 1 else set()  # pipeline stages have no decode programs
+    return replace(config, buckets=tuple(sorted({*buckets, *config.verify_buckets, *decode})))
 
 
 def completion(request: Request) -> Completion:

@@ -155,6 +155,8 @@ class EngineBackend:
             raise ApiError(400, "this server runs over several processes, which serve completions and no embeddings.")
         if isinstance(self._engine.runner, StreamedRunner):
             raise ApiError(400, "this server streams its weights (--offload), for completions and not for embeddings.")
+        if self._engine.config.stages > 1:
+            raise ApiError(400, "this server has pipeline stages (--mesh stage=N), for completions and no embeddings.")
         return self._embedder(ids, pooling)
 
     def load(self) -> EngineLoad:

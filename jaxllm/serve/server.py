@@ -162,10 +162,14 @@ def text_scorer(llm: LLM, embedder: Embedder, pooling: Pooling | None) -> TextSc
         if pooling is not None:
             raise DistributedError("several processes serve completions, and no pooled hidden states: use one process.")
         return None
-    if llm.engine.config.layer_window:
-        if pooling is not None:
-            raise ValueError("--pooling scores texts by all weights, which --offload streams: leave one of them out.")
-        return None
+    for option, is_set in (
+        ("--offload streams", llm.engine.config.layer_window),
+        ("--mesh stage=N splits", llm.engine.config.stages > 1),
+    ):
+        if is_set and pooling is not None:
+            raise ValueError(f"--pooling scores texts by all weights, which {option}: leave one of them out.")
+        if is_set:
+            return None
     if pooling is not None:
         return EmbeddingScorer(loaded.tokenizer, functools.partial(embedder, pooling=pooling), most)
     if (token := reward_token_of(loaded.meta)) is not None:

@@ -91,7 +91,9 @@ def weight_bytes(config: DecoderConfig, params: Any) -> float | None:
 def cached_bytes(runner: Runner) -> dict[int | None, float]:
     """Bytes of keys and values per position, in all layers of an attention window (None: full attention)."""
     out: dict[int | None, float] = {}
-    for group, pool in zip(runner.spec.groups, runner.pools, strict=True):
+    groups = runner.spec.groups
+    for number, pool in enumerate(runner.pools):
+        group = groups[number % len(groups)]  # each pipeline stage has pools of all
         positions = pool.data.shape[1] * pool.data.shape[3]
         bytes_ = sum(x.nbytes for x in pool if x is not None)
         out[group.window] = out.get(group.window, 0.0) + group.parts * bytes_ / positions

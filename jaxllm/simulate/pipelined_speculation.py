@@ -8,7 +8,7 @@ stops at once, and no further stage begins it.
 
 This is a simulation of the runs, of their tokens and of time: what a stage computes is a function that gives the next
 token. Tokens are verified as they come out of the last stage, so that what is simulated is greedy decoding, token by
-token. The engine of this package has no stages (``serving_mesh``); nothing here runs a model.
+token. Nothing here runs a model: the engine does (``jaxllm.infer.stages``), whose stages complete what they began.
 """
 
 from __future__ import annotations

@@ -102,6 +102,14 @@ WIDE = {
 WRITERS = {"bytes": tiny.decoder(vocab_size=ByteTokenizer.vocab_size)}
 """With the vocabulary of a tokenizer, for grammars."""
 
+DEEP = {
+    f"deep {name}": replace((MODELS | MIXTURES)[name], layers=layers)
+    for name, layers in {
+        "llama": 5, "qwen3": 4, "gemma2": 7, "gpt2": 4, "phi3": 6, "mixtral": 4, "deepseek_v3": 4, "gpt_oss": 6,
+    }.items()
+}  # fmt: skip
+"""With layers for several pipeline stages, some of them in groups of two."""
+
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
     "roomy": EngineConfig(max_sequences=4, max_batched_tokens=16, pages=80, page_size=8, buckets=(16,), **_FULL),
@@ -147,7 +155,7 @@ ENGINES = {
 
 
 def model_of(name: str, dtype: str) -> DecoderConfig:
-    return dataclasses.replace((MODELS | MIXTURES | WIDE | WRITERS)[name], dtype=dtype, param_dtype=dtype)
+    return dataclasses.replace((MODELS | MIXTURES | WIDE | WRITERS | DEEP)[name], dtype=dtype, param_dtype=dtype)
 
 
 @functools.cache

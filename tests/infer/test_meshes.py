@@ -78,7 +78,7 @@ def test_an_engine_of_one_device_needs_not_the_mesh_of_its_caller(rng):
 @pytest.mark.parametrize(
     ("mesh", "model", "words"),
     [
-        ("stage=2", "llama", r"does not serve over stage=2: .*split heads over tensor instead"),
+        ("stage=2,data=2", "llama", r"stage=2 does not go with data=2: .*Give stage and tensor alone"),
         ("ulysses=2,tensor=2", "llama", r"does not serve over ulysses=2: .*use context instead"),
         ("context=2", "deepseek_v3", r"latent attention does not go with context=2"),
         ("tensor=8", "llama", r"heads = 4 cannot be split 8 ways \(tensor=8\)"),

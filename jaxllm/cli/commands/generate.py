@@ -54,6 +54,7 @@ def generate(argv: list[str]) -> int:
         mesh: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        speculate_runs: int = 1,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
         kv_host: float = 0.0,
@@ -100,6 +101,8 @@ def generate(argv: list[str]) -> int:
                 the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            speculate_runs: with --speculate and --mesh stage=N: runs of draft tokens that may be in flight through the
+                pipeline stages, such as N + 1 (docs/serve/speculation.md).
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
@@ -116,7 +119,7 @@ def generate(argv: list[str]) -> int:
                 layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
                 for files of the rest; or fit,device=20GiB,...: a placement is solved (docs/serve/offload.md).
         """
-        check_speculation(speculate, speculate_tokens)
+        check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         check_kv_cache(kv_format, kv_keep)
         check_offload(offload, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
@@ -143,7 +146,7 @@ def generate(argv: list[str]) -> int:
             use_compilation_cache()
             plain = EngineConfig(max_sequences=max_sequences, max_len=max_len, top_logprobs=20)
             sizes = with_speculation(
-                with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens
+                with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
 
             def load() -> LLM:
@@ -175,12 +178,11 @@ def generate(argv: list[str]) -> int:
         if spending is not None:
             return spend(loaded, spending, prompt, params, kv_format, kv_keep)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
-        llm = LLM(
-            loaded,
-            single_user_config(
-                loaded, tokens + max_tokens, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep
-            ),
+        needed = tokens + max_tokens
+        sizes = single_user_config(
+            loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )
+        llm = LLM(loaded, sizes)
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

@@ -15,7 +15,7 @@ import tyro
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_offload, load_with_progress
+from jaxllm.cli.model_loading import check_offload, check_speculation, load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
 from jaxllm.infer.engine.policies import PolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
@@ -71,6 +71,7 @@ def serve(argv: list[str]) -> int:
         generation_config: str = "auto",
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        speculate_runs: int = 1,
         effort: tuple[str, ...] = (),
         batch_dir: Path | None = None,
         max_file: int = 100 * 2**20,
@@ -148,6 +149,8 @@ def serve(argv: list[str]) -> int:
                 the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            speculate_runs: with --speculate and --mesh stage=N: runs of draft tokens that may be in flight through the
+                pipeline stages, such as N + 1 (docs/serve/speculation.md).
             effort: effort policies as NAME=FILE: requests to the model NAME spend tokens by the policy of FILE
                 (docs/serve/effort.md).
             batch_dir: directory of files and batches (docs/serve/batches.md); without it /v1/files and /v1/batches
@@ -191,6 +194,8 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         check_offload(offload, mesh)
+        if speculate_runs != 1:
+            check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         config = ServeConfig(
             host=host, port=port, name=name or Path(model).name, api_keys=read_keys(api_key_file), origins=origins,
             queue=queue, max_body=max_body, max_connections=max_connections, header_seconds=header_seconds,
@@ -211,7 +216,7 @@ def serve(argv: list[str]) -> int:
             adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank,
         )  # fmt: skip
         sizes = with_speculation(
-            with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens
+            with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
         )
         tuned = None
         if finetune is not None:

@@ -62,6 +62,9 @@ from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength
 from jaxllm.infer.speculate.draft_model import ServedModel
 from jaxllm.infer.speculate.head_draft import HeadProposer
 from jaxllm.infer.speculate.proposer_table import configured, make_proposer
+from jaxllm.infer.stages.draft_runs import DraftRun, DraftRuns
+from jaxllm.infer.stages.pipeline_stage import stage_mesh
+from jaxllm.infer.stages.staged_runner import StagedRunner, with_stages
 from jaxllm.infer.start_progress import Listener
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner, check_streamed
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
@@ -129,6 +132,7 @@ class Engine:
         self.proposer, self.draft_length = proposer, self._length_of_drafts()
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
+        self.draft_runs = DraftRuns(config) if config.draft_runs > 1 else None
         windows = [spec.groups[group].window for group in spec.tables]
         rules = [rule for group in spec.groups for rule in group.rules]
         self.page_tiers = PageTiers(runner, config)
@@ -136,7 +140,7 @@ class Engine:
         one = functools.partial(
             Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
             self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
-            self.page_tiers.store, spec.tables,
+            self.page_tiers.store, spec.tables, self.draft_runs,
         )  # fmt: skip
         many = spec.replicas > 1
         self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
@@ -206,7 +210,7 @@ class Engine:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
             ShardingError: the engine cannot serve the model on this mesh.
         """
-        config, most = config or EngineConfig(), model.config.vocab_size
+        config, most = with_stages(config or EngineConfig(), mesh), model.config.vocab_size
         if config.speculate is None:
             check_proposer(config, proposer)
         elif proposer is not None:
@@ -221,6 +225,7 @@ class Engine:
                 f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
             )
         streamed: StreamedWeights | None = None
+        staged = mesh if config.stages > 1 else None
         if isinstance(params, StreamedWeights):
             streamed, params = params, params.ends
         check_streamed(config, None if streamed is None else streamed.placement)
@@ -228,13 +233,17 @@ class Engine:
         if order is not None:
             model, params = order.model, order.fold(params)
         if config.speculate is not None:
-            own = replace(config, layer_window=0)  # a draft model is on the device
+            # A draft model is on the device, and with pipeline stages on the first stage's.
+            own = replace(config, layer_window=0, stages=1, draft_runs=1)
+            over = mesh if staged is None else stage_mesh(staged, 0)
             proposer = make_proposer(
-                ServedModel(model, params, own, tokenizer, size, longest, mesh, manifest, strict, background, path)
+                ServedModel(model, params, own, tokenizer, size, longest, over, manifest, strict, background, path)
             )
         reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
         may_choose = config.speculate is None and proposer is None and order is None and streamed is None
-        make = ModelRunner if streamed is None else functools.partial(StreamedRunner, weights=streamed)
+        make = StagedRunner if staged is not None else ModelRunner
+        if streamed is not None:
+            make = functools.partial(StreamedRunner, weights=streamed)
         runner = make(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
@@ -547,6 +556,8 @@ class Engine:
         out, self._cancelled = self._cancelled, []
         if self.paused and not (out or self._in_flight or self.scheduler.idle):
             raise RuntimeError("the engine is paused: call resume() first.")
+        while self.draft_runs is not None and self._in_flight and self._in_flight[0].result.is_ready():
+            out += self._process_result(self._in_flight.popleft())
         plans = [] if self.paused or self.scheduler.idle else self.scheduler.plans()
         for replica, plan in enumerate(plans):
             self.page_tiers.transfer(replica, plan)
@@ -562,7 +573,7 @@ class Engine:
                 started = 1
             except StepFailedError as error:
                 out += self._fail_step(plans, error)
-        if len(self._in_flight) > started:
+        if self._is_due(started=started > 0, told=bool(out)):
             out += self._process_result(self._in_flight.popleft())
         elif not (plans or self.paused or out or self.scheduler.idle or self._waits_for_adapter()):
             raise RuntimeError("the engine has requests but its scheduler found nothing to compute; this is a bug.")
@@ -573,6 +584,23 @@ class Engine:
         return selected
 
     # Parts of a step
+
+    def _is_due(self, *, started: bool, told: bool) -> bool:
+        """Whether to wait for the oldest step in flight: while the devices have another, or nothing else is to be done.
+
+        Args:
+            started: a step was started just now.
+            told: there is output already.
+        """
+        if self.draft_runs is not None:
+            return bool(self._in_flight) and not (started or told)
+        return len(self._in_flight) > started * self.config.stages
+
+    def _cancel_stale_steps(self) -> None:
+        """Cancels the steps in flight whose runs have all become invalid."""
+        for step in [step for step in self._in_flight if all(plan.is_stale for plan in step.plans)]:
+            step.result.cancel()
+            self._in_flight.remove(step)
 
     def _waits_for_adapter(self) -> bool:
         """Waits a moment for an adapter that is being read; False if none is."""
@@ -633,6 +661,8 @@ class Engine:
         windows = [group.window for group in self.runner.spec.groups]
         self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
         self._last_result_time = now
+        if self.draft_runs is not None:
+            self._cancel_stale_steps()
         return out
 
     def _record_step(self, step: _StepInFlight, seconds: float) -> None:
@@ -648,8 +678,9 @@ class Engine:
     def _length_of_drafts(self) -> DraftLength:
         config = self.config
         fixed = config.draft_length == "fixed" or config.draft_trees
-        if config.speculate is None or fixed or config.layer_window:
-            # To read the layers takes the time of a step with streamed weights, however many tokens it verifies.
+        if config.speculate is None or fixed or config.layer_window or config.stages > 1:
+            # To read the layers takes the time of a step with streamed weights, however many tokens it verifies; and
+            # the time between two results of a pipeline is not that of a step.
             return FixedDraftLength(config.verify_tokens)
         return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
 
@@ -675,7 +706,15 @@ class Engine:
                 step_outputs.record_prompt_scores(chunk, outputs, at)
             at += chunk.count
             gained, computed = 0, chunk.count
-            if chunk.samples and sequence.finish is None:
+            if chunk.run is not None:
+                if chunk.run.valid and sequence.finish is None:
+                    first = shape.rows - chunk.count
+                    sampled = [tokens[first + step][row] for step in range(chunk.count)]
+                    out.append(
+                        self._append_tokens(sequence, self._land_run(chunk, chunk.run, sampled), outputs, row, first)
+                    )
+                    gained = computed = len(out[-1].tokens)
+            elif chunk.samples and sequence.finish is None:
                 rows, first = plan.steps + len(chunk.proposed), 0
                 if not (shape.decode or shape.tree_words):
                     first = shape.rows - rows
@@ -690,6 +729,19 @@ class Engine:
                 gained, computed = len(out[-1].tokens), chunk.count - refused
             work.append((chunk.start, gained if shape.decode else computed, gained))
         return out
+
+    def _land_run(self, chunk: ScheduledChunk, run: DraftRun, sampled: list[int]) -> list[int]:
+        """Tokens of a sequence that a run has made known; takes back what the runs behind it were to generate."""
+        assert self.draft_runs is not None
+        sequence = chunk.sequence
+        known, verified, right, refused = self.draft_runs.land(sequence, run, sampled)
+        sequence.pending -= len(known) + refused
+        if refused:
+            self.scheduler.settle(sequence, refused)
+        sequence.unsettled = len(self.draft_runs.drafted(sequence))
+        if verified:
+            self.metrics.add_draft(verified, right)
+        return known
 
     def _record_eviction(self, chunk: ScheduledChunk, found: np.ndarray) -> None:
         """Counts the entries that have stayed and left before a chunk, and releases the pages that became empty."""

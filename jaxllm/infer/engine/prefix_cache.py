@@ -60,7 +60,9 @@ class PrefixCache:
         """Registers the pages of a sequence whose tokens are known and computed."""
         if not self.config.prefix_cache:
             return
-        known = min(sequence.computed, len(sequence.tokens)) - self.residual
+        # What a run in flight computes, which may be cancelled, is not known.
+        in_runs = self.config.draft_runs > 1
+        known = min(sequence.computed, len(sequence.tokens) - in_runs) - self.residual
         if (chunk := self.config.prefill_chunk) is not None:  # only pages that every request computes in the same way
             known = min(known, len(sequence.request.prompt)) // chunk * chunk
         for column in range(sequence.registered, known // self.page_size):

@@ -35,6 +35,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore
 from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
 from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
+from jaxllm.infer.stages.draft_runs import DraftRun, DraftRuns
 from pallas_kernels.paged_attention.retention import RetentionRule, by_scores
 
 
@@ -55,6 +56,7 @@ class Scheduler:
         residual: latest tokens of a sequence that are not in pages, see ``residual_window``.
         store: tiers behind the device for pages of the prefix cache; None: there are none.
         pools: pool of each layer group; None: each has its own.
+        draft_runs: runs in flight; None: the next draft of a sequence waits for the verification of the one before.
 
     Attributes:
         pages: page allocator of each pool.
@@ -82,7 +84,9 @@ class Scheduler:
         residual: int = 0,
         store: PageStore | None = None,
         pools: tuple[int, ...] | None = None,
+        draft_runs: DraftRuns | None = None,
     ):
+        self.draft_runs = draft_runs
         self.draft_length = draft_length or FixedDraftLength(config.verify_tokens)
         self._draft_counts: dict[Sequence, int] = {}
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
@@ -164,18 +168,26 @@ class Scheduler:
                     self.hit_tokens += self._prefix_cache.reuse(sequence)
         self._choose_drafts()
         decodes, prefills = self._decodes_and_prefills(sorted(self.running, key=lambda s: s.rank))
+        if self.config.stages > 1 and self.draft_runs is None:
+            decodes = self._micro_batch(decodes)
         alone = not (prefills or self.waiting or self.forks) and all(self._needs_last(s) for s in self.running)
-        if alone and any(s.pending for s in self.running):
+        if alone and self.config.stages == 1 and any(s.pending for s in self.running):
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
         plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
         proposed = self._proposals(decodes, budget, plan)
+        if self.draft_runs is not None:
+            decodes = self._schedule_runs(self.draft_runs, decodes, proposed, plan)
+            budget -= plan.tokens
         for sequence in decodes:
             while sequence.slot >= 0 and not (reserved := self._reserve(sequence, plan.steps, plan)):
                 self._make_room(plan)
             if sequence.slot >= 0 and reserved:
                 draft = self._with_pages(sequence, proposed.get(sequence, NO_DRAFT), plan)
-                self._schedule(plan, sequence, 1 + len(draft.tokens), draft)
+                run = None
+                if self.draft_runs is not None and self.draft_runs.has(sequence):
+                    run = self.draft_runs.start(sequence)
+                self._schedule(plan, sequence, 1 + len(draft.tokens), draft, run)
                 budget -= 1 + len(draft.tokens)
         for sequence in prefills:
             while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
@@ -219,8 +231,11 @@ class Scheduler:
         Pages that other requests may find hold known tokens only, see ``PrefixCache.register``: none is taken back.
         """
         self.policy_state.charge(sequence, 0, -refused)
-        if not sequence.unsettled:
-            return  # preempted since: its KV cache is gone
+        if sequence.unsettled:  # or it was preempted since, and its KV cache is gone
+            self._take_back(sequence, refused)
+
+    def _take_back(self, sequence: Sequence, refused: int) -> None:
+        """Takes back the last computed tokens of a sequence, and their pages."""
         sequence.computed -= refused
         sequence.unsettled = 0
         for group, (pages, own) in enumerate(zip(self._allocators, sequence.pages, strict=True)):
@@ -268,7 +283,8 @@ class Scheduler:
         """Splits running sequences into those that decode next and those whose prefill is not complete."""
         decodes = [
             s for s in running
-            if s.length - s.computed == 1 and s.remaining > 0 and not (s.pending and self._waits(s))
+            if (s.length - s.computed == 1 and s.remaining > 0 and not (s.pending and self._waits(s)))
+            or (self.draft_runs is not None and s.remaining > 0 and self.draft_runs.may_start(s))
         ]  # fmt: skip
         return decodes, [s for s in running if s.length - s.computed > 1]
 
@@ -279,14 +295,26 @@ class Scheduler:
     def _needs_last(self, sequence: Sequence) -> bool:
         """Whether the host has to know a sequence's last token before it decodes the next.
 
-        If there are drafts for some of a batch, the others wait too: a step for all costs as much as one for some.
+        If there are drafts for some of a batch, the others wait too: a step for all costs as much as one for some. With
+        pipeline stages all wait, since the device that samples is not the one that looks tokens up.
         """
-        return bool(self._draft_counts) or sequence.guide is not None
+        return self.config.stages > 1 or bool(self._draft_counts) or sequence.guide is not None
+
+    def _micro_batch(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Sequences that decode in the next step of a pipeline, of those that wait for nothing.
+
+        A sequence is in one step at a time, so a step takes some of them alone: then there are steps for all stages,
+        and one more, which the host prepares while the stages compute the others.
+        """
+        decoding = sum(s.length - s.computed == 1 and s.remaining > 0 for s in self.running)
+        return decodes[: -(-decoding // (self.config.stages + 1))]
 
     def _choose_drafts(self) -> None:
         """Chooses the number of draft tokens of each decoding sequence."""
         if self.proposer is not None:
             decoding = [s for s in self.running if s.length - s.computed == 1 and s.remaining > 1]
+            if (runs := self.draft_runs) is not None:
+                decoding = [s for s in decoding if not runs.has(s)]
             self._draft_counts = self.draft_length.counts(decoding)
 
     def _proposals(self, decodes: list[Sequence], budget: int, plan: StepPlan) -> dict[Sequence, DraftTree]:
@@ -296,6 +324,14 @@ class Scheduler:
             if (count := min(room, self._draft_counts.get(sequence, 0), sequence.remaining - 1)) > 0:
                 wanted.append((sequence, count))
                 room -= count
+        owners = [sequence for sequence, _ in wanted]
+        for sequence in decodes:
+            if (runs := self.draft_runs) is None or not sequence.pending:
+                continue
+            if (count := min(1 + room, runs.size, sequence.remaining)) > 0:
+                wanted.append((runs.extended(sequence), count))
+                owners.append(sequence)
+                room -= count - 1
         if self.proposer is None or not wanted:
             return {}
         clock = self.policy_state.clock
@@ -304,11 +340,25 @@ class Scheduler:
         plan.speculates, plan.drafting_seconds = True, clock() - start
         if None not in found:
             self.draft_length.record_drafting(max(count for _, count in wanted), plan.drafting_seconds)
-        drafts = {sequence: draft for (sequence, _), draft in zip(wanted, found, strict=True) if draft is not None}
+        drafts = {sequence: draft for sequence, draft in zip(owners, found, strict=True) if draft is not None}
         for sequence, draft in drafts.items():
             if not draft.tokens:
                 self.draft_length.record_draft(sequence, 0, 0)
         return drafts
+
+    def _schedule_runs(
+        self, runs: DraftRuns, decodes: list[Sequence], proposed: dict[Sequence, DraftTree], plan: StepPlan
+    ) -> list[Sequence]:
+        """Schedules runs of draft tokens behind those in flight, as there are pages; returns the other sequences."""
+        for sequence in decodes:
+            draft = proposed.get(sequence, NO_DRAFT) if sequence.pending else NO_DRAFT
+            while draft.tokens and not self._reserve(sequence, len(draft.tokens), plan):
+                draft = draft.first(len(draft.tokens) // 2)
+            if draft.tokens:
+                run = runs.start(sequence, draft.tokens)
+                rest = DraftTree.chain(draft.tokens[1:])
+                self._schedule(plan, sequence, len(draft.tokens), rest, run)
+        return [sequence for sequence in decodes if not sequence.pending]
 
     def _with_pages(self, sequence: Sequence, draft: DraftTree, plan: StepPlan) -> DraftTree:
         """The first tokens of a draft, as many as there are pages for."""
@@ -436,6 +486,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         """Preempts a running sequence: swaps its KV cache out, or frees it to be recomputed."""
         self.preemptions += 1
+        self._drop_runs(victim)
         self.running.remove(victim)
         self.waiting.appendleft(victim)
         swap = self.config.preemption == "swap"
@@ -448,8 +499,16 @@ class Scheduler:
             victim.swapped = []  # filled by the engine
         self._free(victim, keep=swap)
 
+    def _drop_runs(self, sequence: Sequence) -> None:
+        """Makes the runs of a sequence invalid, and takes back what they were to compute and generate."""
+        if self.draft_runs is not None and self.draft_runs.drop(sequence):
+            self.policy_state.charge(sequence, 0, -sequence.pending)
+            self._take_back(sequence, sequence.pending)
+            sequence.pending = 0
+
     def _free(self, sequence: Sequence, keep: bool = False) -> None:
         """Frees slot and pages of a sequence; ``keep``: its KV cache is on the host."""
+        self._drop_runs(sequence)
         for pages, own in zip(self._allocators, sequence.pages, strict=True):
             # Released last to first, so that the first pages, the most likely to be reused, are evicted last.
             for page in reversed(own):
@@ -480,7 +539,14 @@ class Scheduler:
 
     # Admission
 
-    def _schedule(self, plan: StepPlan, sequence: Sequence, count: int, draft: DraftTree = NO_DRAFT) -> None:
+    def _schedule(
+        self,
+        plan: StepPlan,
+        sequence: Sequence,
+        count: int,
+        draft: DraftTree = NO_DRAFT,
+        run: DraftRun | None = None,
+    ) -> None:
         """Adds a chunk to the plan and updates the sequence as if the step had run and all was accepted."""
         start, proposed = sequence.computed, draft.tokens
         samples = start + count - len(proposed) == sequence.length
@@ -494,10 +560,12 @@ class Scheduler:
         for group in has_rule:
             if self._intervals[group] is not None:
                 sequence.entries[group] = self._entries(group, sequence) + count + plan.steps - 1
-        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, draft, fresh, sequence.life))
+        plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, draft, fresh, sequence.life, run))
         sequence.computed += count + plan.steps - 1
         sequence.pending += gained
         sequence.unsettled = len(proposed)
+        if run is not None and self.draft_runs is not None:
+            sequence.unsettled = len(self.draft_runs.drafted(sequence))
 
     def _start_forks(self) -> None:
         """Queues further completions whose request's first has its prompt in pages; they share those pages.

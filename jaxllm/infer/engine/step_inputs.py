@@ -52,7 +52,8 @@ def fill(
                 row[: min(DEVICE_STOP_TOKENS, len(stops))] = sorted(stops)[:DEVICE_STOP_TOKENS]
     else:
         for chunk, end in zip(chunks, ends, strict=True):
-            known = [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *chunk.proposed]
+            drafted = chunk.proposed if chunk.run is None else chunk.run.tokens
+            known = [*chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], *drafted]
             tokens[end - chunk.count : end] = known or -1
     if shape.verifies:
         x["proposed"][:many] = [len(c.proposed) for c in chunks]

@@ -14,6 +14,7 @@ from jaxllm.infer.engine.prefix_cache import PrefixCache
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.page_store import Page
 from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
+from jaxllm.infer.stages.draft_runs import DraftRun
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ScheduledChunk:
         fresh: of each layer group with a retention rule: (first, stop) of the sequence's pages that are new since its
             last chunk.
         life: see ``Sequence``, when it was planned.
+        run: run of the sequence that the chunk is, see ``draft_runs``: it samples after all of its tokens.
     """
 
     sequence: Sequence
@@ -41,6 +43,7 @@ class ScheduledChunk:
     tree: DraftTree = NO_DRAFT
     fresh: tuple[tuple[int, int], ...] = ()
     life: int = 0
+    run: DraftRun | None = None
 
     def accepted(self, sampled: list[int]) -> int:
         """Number of the proposed tokens that were sampled: those before the first that differs from all drafts."""
@@ -74,6 +77,12 @@ class StepPlan:
     admitted: list[Sequence] = field(default_factory=list)
     speculates: bool = False
     drafting_seconds: float = 0.0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether nothing needs what the step computes: runs that have become invalid, and no copies of pages."""
+        runs = [chunk.run for chunk in self.chunks]
+        return not any(self.copies) and all(run is not None and not run.valid for run in runs)
 
     @property
     def tokens(self) -> int:

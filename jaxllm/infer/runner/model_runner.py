@@ -194,8 +194,7 @@ class ModelRunner:
         with self._on_mesh():
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
-            there = self._sharding() if self.mesh is None else None  # on its own device, not on the default one
-            self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools, out_shardings=there)()))
+            self._make_pools()
             if config.draft_features:
                 features = self._abstract_pools()[-1].data
                 self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)
@@ -253,13 +252,18 @@ class ModelRunner:
         with self._on_mesh():
             self.state = self.programs["seat"](self.state, put(every, self._per_replica))
 
+    @property
+    def _expected(self) -> Any:
+        """Shapes and dtypes of the weights that ``swap`` takes."""
+        return self._abstract
+
     def check(self, params: Any) -> None:
         """Checks that weights can replace those in use.
 
         Raises:
             ValueError: names the weight whose structure, shape or dtype differs.
         """
-        want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (self._abstract, params))
+        want, got = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (self._expected, params))
         if [path for path, _ in want] != [path for path, _ in got]:
             raise ValueError("the weights have another structure than those this engine was built for; give that tree.")
         for (path, w), (_, g) in zip(want, got, strict=True):
@@ -348,11 +352,16 @@ class ModelRunner:
         with self._on_mesh(), sharding.use_rules(self.model.rules):
             return sharding.axis_size("attn_kv_heads")
 
+    @property
+    def _device_count(self) -> int:
+        """Number of devices that have pages."""
+        return 1 if self.mesh is None else self.mesh.size
+
     def _pages_that_fit(self) -> int:
         """Pages that fit into memory beside the weights and the temporaries of the largest program."""
         memory = _device_of(self.params).memory_stats()
         if memory is None or "bytes_limit" not in memory:
-            devices = 1 if self.mesh is None else self.mesh.size
+            devices = self._device_count
             room = CPU_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
@@ -440,7 +449,13 @@ class ModelRunner:
             self._page_shardings = [x.sharding for x in content]
             arguments = {"arrays": self._factors, "page": self._abstract_ints(), "content": content}
             programs.append(EngineProgram("adapter", self.adapter_pool.write, arguments, donated=("arrays",)))
-        for group in range(len(self.spec.groups)) if self._swaps else ():
+        programs += self._transfer_programs() if self._swaps else []
+        return [*programs, *later, *(one for shape in others for one in self._programs_of(shape))], len(programs)
+
+    def _transfer_programs(self) -> list[EngineProgram]:
+        """Programs that copy pages of each group between device and host."""
+        programs = []
+        for group in range(len(self.spec.groups)):
             pool, pages = self._abstract_pools()[group], self._abstract_ints(PAGES_PER_TRANSFER)
             place = self._sharding(*TRANSFER_AXES)
             held = jax.tree.map(
@@ -452,7 +467,7 @@ class ModelRunner:
             programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
             programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
-        return [*programs, *later, *(one for shape in others for one in self._programs_of(shape))], len(programs)
+        return programs
 
     @functools.cached_property
     def _shapes(self) -> list[StepShape]:
@@ -530,6 +545,10 @@ class ModelRunner:
     def _empty_pools(self) -> Pools:
         spec = self.spec
         return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
+
+    def _make_pools(self) -> None:
+        there = self._sharding() if self.mesh is None else None  # on its own device, not on the default one
+        self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools, out_shardings=there)()))
 
     def _on_mesh(self) -> Any:
         return sharding.use_mesh(self.mesh)  # without one, that of a caller does not count either

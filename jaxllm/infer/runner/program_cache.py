@@ -54,6 +54,7 @@ class EngineProgram:
         arguments: trees of ``jax.ShapeDtypeStruct`` with shardings, by parameter name.
         donated: names of the donated parameters.
         key: JSON-able value of what the function depends on besides its arguments and the key of the cache.
+        devices: devices that run it; empty: those of the cache.
     """
 
     name: str
@@ -61,6 +62,7 @@ class EngineProgram:
     arguments: Mapping[str, Any]
     donated: tuple[str, ...] = ()
     key: Any = None
+    devices: tuple[Any, ...] = ()
 
     def jit(self) -> Any:
         """Jitted function, to be lowered."""
@@ -248,7 +250,8 @@ class ProgramCache:
             return None
         in_tree = jax.tree.structure((tuple(program.arguments.values()), {}))
         out_tree = jax.tree.structure(_from_json(read_json(out)))
-        return serialize_executable.deserialize_and_load(data, in_tree, out_tree, execution_devices=self.devices)
+        devices = program.devices or self.devices
+        return serialize_executable.deserialize_and_load(data, in_tree, out_tree, execution_devices=devices)
 
 
 def compile_environment(devices: Sequence[Any]) -> list[Any]:

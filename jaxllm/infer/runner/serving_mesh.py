@@ -6,6 +6,7 @@ data      replicas of the weights, each with sequences and pages of its own
 fsdp      like data; weights are also stored split over it, and all-gathered one layer at a time
 expert    like data; experts are split over it, and tokens are dispatched to them by all-to-all
 context   tokens of a prefill step; pages are replicated over it
+stage     layers and their KV cache pages; several steps are in flight, see ``jaxllm.infer.stages``
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from jaxllm.models.packed_weight import is_packed
 from sharding import Rules, ShardingError
 
 SERVED = ("data", "fsdp", "expert", "tensor", "context")
-"""Mesh axes that a model can be served over."""
+"""Mesh axes that one program can be served over; ``jaxllm.infer.stages`` serves over stage and tensor."""
 _WHY = {
-    "stage": "a decoded token would pass all stages one after the other; split heads over tensor instead",
+    "stage": "one program has all layers; pipeline stages are of Engine.of, which makes a StagedRunner",
     "ulysses": "the all-to-all between heads and tokens is not supported; use context instead",
 }
 
@@ -38,8 +39,32 @@ def mesh_of(text: str) -> Mesh:
         ShardingError: the spec is invalid, the sizes do not multiply to the number of devices, see ``check_mesh``.
     """
     mesh = sharding.MeshSpec.parse(text).build()
-    check_mesh(mesh)
+    check_stages(mesh) if stages_of(mesh) > 1 else check_mesh(mesh)
     return mesh
+
+
+def stages_of(mesh: Mesh | None) -> int:
+    """Number of pipeline stages of a mesh; 1 without a stage axis."""
+    return 1 if mesh is None else mesh.shape.get("stage", 1)
+
+
+def check_stages(mesh: Mesh) -> None:
+    """Checks that pipeline stages can serve on a mesh.
+
+    Raises:
+        ShardingError: names the axis, or the processes, and what to use instead.
+    """
+    other = next((name for name, size in mesh.shape.items() if size > 1 and name not in ("stage", "tensor")), None)
+    if other is not None:
+        raise ShardingError(
+            f"stage={mesh.shape['stage']} does not go with {other}={mesh.shape[other]}: the steps of a pipeline are "
+            "started one by one, of one replica. Give stage and tensor alone."
+        )
+    if spans_processes(mesh):
+        raise ShardingError(
+            f"stage={mesh.shape['stage']} is of one process, which hands activations from stage to stage; over several "
+            "processes split heads over tensor."
+        )
 
 
 def check_mesh(
@@ -105,6 +130,8 @@ def serving_model(model: Functional, *, split: bool = False) -> Functional:
 def placements(model: Functional, params: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Sharding of every parameter, in the structure of ``params``: layers stacked, or apart; packed weights too.
 
+    ``params`` may be some of the parameters: of the head alone, or of some segments.
+
     Raises:
         ShardingError: a dimension does not divide over the mesh, names it and what would.
     """
@@ -120,8 +147,11 @@ def placements(model: Functional, params: Any, mesh: Mesh | AbstractMesh) -> Any
         values, scales = value.array_axes(axes)
         return replace(value, values=one(value.values, values), scales=one(value.scales, scales))
 
-    tree = model.logical_axes()
-    for name, segment in params["segments"].items():
+    every = model.logical_axes()
+    tree = {name: every[name] for name in params}
+    if "segments" in params:
+        tree["segments"] = {name: every["segments"][name] for name in params["segments"]}
+    for name, segment in params.get("segments", {}).items():
         if isinstance(segment, tuple):
             layer = jax.tree.map(lambda axes: axes[1:], tree["segments"][name], is_leaf=_is_axes)
             tree["segments"][name] = (layer,) * len(segment)

@@ -65,13 +65,16 @@ def proposer_kind(speculate: str) -> tuple[ProposerKind, Any]:
         raise ValueError(f"speculate = {speculate!r}: {error}") from None
 
 
-def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | None = None) -> EngineConfig:
+def with_speculation(
+    config: EngineConfig, speculate: str | None, tokens: int | None = None, runs: int = 1
+) -> EngineConfig:
     """Configuration of an engine that speculates; the same where ``speculate`` is None.
 
     Args:
         config: configuration without speculation.
         speculate: see ``EngineConfig``.
         tokens: number of draft tokens of a sequence in a step, fixed; None: as the configuration says.
+        runs: see ``EngineConfig.draft_runs``.
 
     Raises:
         ValueError: there is no such proposer, or it does not go with the configuration.
@@ -79,18 +82,21 @@ def with_speculation(config: EngineConfig, speculate: str | None, tokens: int | 
     if speculate is None:
         if tokens is not None:
             raise ValueError(f"speculate_tokens = {tokens} without speculate: give a proposer, such as 'ngram'.")
+        if runs != 1:
+            raise ValueError(f"speculate_runs = {runs} without speculate: give a proposer, such as 'ngram'.")
         return config
     if tokens is not None and tokens < 1:
         raise ValueError(f"speculate_tokens = {tokens}; give 1 or more, or leave speculate out.")
     kind, _ = proposer_kind(speculate)
     if tokens is None:
-        return configured(replace(config, speculate=speculate))
+        return configured(replace(config, speculate=speculate, draft_runs=runs))
     if kind.sets_tokens:
         raise ValueError(
             f"speculate_tokens = {tokens} with speculate = {speculate!r}, whose argument says how many tokens: "
             f"{kind.usage}. Leave speculate_tokens out."
         )
-    return configured(replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed"))
+    fixed = replace(config, speculate=speculate, verify_tokens=tokens, draft_length="fixed", draft_runs=runs)
+    return configured(fixed)
 
 
 def configured(config: EngineConfig) -> EngineConfig:
