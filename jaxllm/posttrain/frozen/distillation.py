@@ -124,14 +124,15 @@ def distillation_step(model: Functional, student: Functional, rule: optax.Gradie
         rule: updates the draft's trained weights.
     """
 
-    def loss_of(values: Any, weights: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        context = Segments(jnp.asarray(batch.segment_ids))
+    def loss_of(values: Any, weights: Any, batch: Any) -> tuple[Array, dict[str, Array]]:
+        segments = jnp.asarray(batch.segment_ids)
+        context = Segments(segments)
         whole, _ = model.forward(weights, batch.tokens, batch.positions, context)
         own = with_trained({"embedding": weights["embedding"], "head": weights["head"]}, values)
         made, _ = student.forward(own, batch.tokens, batch.positions, context)
         logits = student.head(own, made), jax.lax.stop_gradient(model.head(weights, whole))
         found, wanted = (jax.nn.log_softmax(x.astype(jnp.float32)) for x in logits)
-        real = context.segment_ids > 0
+        real = segments > 0
 
         def mean(x: Array) -> Array:
             return jnp.sum(jnp.where(real, x, 0.0)) / jnp.maximum(1, jnp.sum(real))
