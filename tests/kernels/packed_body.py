@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,9 @@ def program(implementation: str, case: Case):
     return jax.jit(run)
 
 
-def check(implementation: str, case: Case, rng: np.random.Generator, dtype=np.float32, bound: float = 1e-6) -> float:
+def check(
+    implementation: str, case: Case, rng: np.random.Generator, dtype: Any = np.float32, bound: float = 1e-6
+) -> float:
     """Result and gradient, twice, against float64; Pallas kernels are interpreted."""
     if case.half and dtype == np.float32:
         dtype, bound = jnp.bfloat16, 2e-5
