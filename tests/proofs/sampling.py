@@ -34,6 +34,8 @@ from tests.proofs import covered_code, harness, stored
 from tests.proofs.harness import Proof, Unit
 
 MINUTES = 1.0
+ALONE = 600.0
+"""Seconds of a unit that has not been timed and takes the whole machine: it is left to `make proof`."""
 UNKNOWN = 60.0
 """Seconds that a unit is expected to take about which nothing is known."""
 LONGER = 1.5
@@ -72,6 +74,8 @@ def expected(proof: Proof, record: Mapping[str, Any] | None, log: Mapping[str, A
     """Seconds that one unit of a proof will take. `record`: the stored one; `log`: of this machine."""
     if (known := log.get(key(proof))) is not None:
         return known["seconds"]
+    if record is None and not proof.parallel:
+        return ALONE
     if record is None or proof.quick:  # the record's seconds are of the others too
         return UNKNOWN
     mean = LONGER * record["seconds"] / record["run"]

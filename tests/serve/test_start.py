@@ -144,10 +144,14 @@ def test_the_url_is_told_once_requests_are_answered():
 @pytest.fixture
 def no_handlers() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("jaxllm")
-    before = list(root.handlers), ours.level
+    loggers = [root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
+    before, level = [list(one.handlers) for one in loggers], ours.level
+    for one in loggers:
+        one.handlers[:] = []  # those of other tests, whose streams are closed by now
     yield
-    root.handlers[:], _ = before
-    ours.setLevel(before[1])
+    for one, handlers in zip(loggers, before, strict=True):
+        one.handlers[:] = handlers
+    ours.setLevel(level)
     logging.captureWarnings(False)
 
 

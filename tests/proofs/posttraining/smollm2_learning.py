@@ -7,6 +7,10 @@ import numpy as np
 from tests.posttrain.smollm2_runs import run_alone
 from tests.proofs.harness import proof
 
+PAIRS = 115
+"""Held-out pairs of a run."""
+ABOVE_CHANCE = 0.5 + 2 * 0.5 / PAIRS**0.5
+
 
 @proof("posttraining", cases=[0, 1, 2, "shuffled"], sample=1, bound=0.0, parallel=False)
 def smollm2_learns_sums(case: int | str) -> float:
@@ -23,9 +27,10 @@ def smollm2_learns_sums(case: int | str) -> float:
 @proof("posttraining", cases=[0, 1, 2], sample=1, bound={"accuracy": 0.0, "margin": 0.0}, parallel=False)
 def smollm2_learns_preferences(seed: int) -> dict[str, float]:
     """Held-out pairs after DPO: by how much the share whose chosen answer has the higher implicit reward falls short of
-    0.65, and the margin of both rewards of 0.05. At the start all rewards are 0: the policy is its reference.
+    two standard errors above chance, and the margin of both rewards of 0.02. At the start all rewards are 0: the policy
+    is its reference.
     """
     found = run_alone("preferences", seed)
     print(f"{seed}: {found}", flush=True)
     assert abs(found["first"] - np.log(2)) < 1e-5, "the policy starts as its reference"
-    return {"accuracy": max(0.65 - found["accuracy"], 0.0), "margin": max(0.05 - found["margin"], 0.0)}
+    return {"accuracy": max(ABOVE_CHANCE - found["accuracy"], 0.0), "margin": max(0.02 - found["margin"], 0.0)}
