@@ -23,6 +23,51 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: str, weights: str = "bfloat16") -> Any:
+    """Step of an engine on one device, compiled for a device that is not here, in a child set up for its compiler.
+
+    Args:
+        config: architecture, in bfloat16.
+        shape: ``StepShape``, of a model whose layers have one shape of KV cache.
+        page: tokens of a page.
+        layers: "stacked" or "apart".
+        weights: "bfloat16", or a row of ``WEIGHT_FORMATS``.
+
+    Returns:
+        the program, and abstract values of the weights, the page pool and the other arguments.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxllm.infer.runner.engine_step import EngineStep
+    from jaxllm.infer.runner.paged_cache import layer_groups
+    from jaxllm.infer.runner.serving_mesh import serving_model
+    from jaxllm.models import functional, unstack_layers
+    from jaxllm.plan.formulas.serving_step import PLAIN
+    from jaxllm.quant.packing import packed_shapes
+    from pallas_kernels.paged_attention import Slots
+
+    model, groups = serving_model(functional(config)), layer_groups(config)
+    # Of one device and with nothing to track: as an engine on one device is, but compiled for this one.
+    mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.P())
+
+    def abstract(size: Any, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
+
+    with jax.set_mesh(mesh):
+        form, pages = groups[0].format(), shape.requests * shape.columns + 1
+        pool = abstract((config.layers, pages, form.kv_heads, page, form.width), jnp.bfloat16)
+        shapes = model.abstract() if weights == PLAIN else packed_shapes(model, weights)
+        if layers == "apart":
+            shapes = jax.eval_shape(unstack_layers, shapes)
+        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
+        step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
+        others = tuple(abstract((1, n), jnp.int32) for n in (shape.requests, shape.inputs.size))
+        return step.lower(params, (Slots(pool),), *others).compile(), params, pool, others
+
+
 def compiled(
     topology: Any, batch: int, context: int, layers: str, weights: str = "bfloat16", verify: int = 0, tiny: bool = False
 ) -> dict[str, Any]:
@@ -34,49 +79,22 @@ def compiled(
         tiny: two layers, narrow, to try the command.
     """
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     from jaxllm.compiler import collectives, hbm_traffic
     from jaxllm.infer.decode_benchmark import kv_bytes_per_token
-    from jaxllm.infer.runner.engine_step import EngineStep
-    from jaxllm.infer.runner.paged_cache import layer_groups
-    from jaxllm.infer.runner.serving_mesh import serving_model
     from jaxllm.infer.runner.step_shape import StepShape
-    from jaxllm.models import functional, unstack_layers
-    from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel
+    from jaxllm.plan.formulas.serving_step import ServingStepModel
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.quant.packing import packed_shapes
-    from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b
     from sharding import MeshSpec
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
     if tiny:
         config = dataclasses.replace(config, layers=2, vocab_size=512)
-    model, groups = serving_model(functional(config)), layer_groups(config)
-    page, longest = 32, 2 * context
+    page, longest, rows = 32, 2 * context, 1 + verify
     columns = longest // page
-    rows = 1 + verify
     shape = StepShape(batch * rows, batch, not verify, False, batch, columns, 1, 8, 1, "float32", rows)
-    # Of one device and with nothing to track: as an engine on one device is, but compiled for this one.
-    mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = jax.NamedSharding(mesh, jax.P())
-
-    def abstract(size: Any, dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
-
-    with jax.set_mesh(mesh):
-        form = groups[0].format()
-        pages = batch * columns + 1
-        pool = abstract((config.layers, pages, form.kv_heads, page, form.width), jnp.bfloat16)
-        shapes = model.abstract() if weights == PLAIN else packed_shapes(model, weights)
-        if layers == "apart":
-            shapes = jax.eval_shape(unstack_layers, shapes)
-        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
-        step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
-        last, packed = (abstract((1, n), jnp.int32) for n in (batch, shape.inputs.size))
-        program = step.lower(params, (Slots(pool),), last, packed).compile()
+    program, params, pool, _ = engine_program(topology, config, shape, page, layers, weights)
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
     found = hbm_traffic.read(text)
@@ -91,7 +109,7 @@ def compiled(
     cache = batch * context * kv_bytes_per_token(config)
     return {
         "weights": read, "cache": cache, "arguments": memory.argument_size_in_bytes,
-        "planned": plan.device_weight_bytes + plan.token_bytes * page * pages,
+        "planned": plan.device_weight_bytes + plan.token_bytes * page * pool.shape[1],
         "moved": step_bytes + cache, "before": found.bytes - step_bytes, "temporaries": memory.temp_size_in_bytes,
         "data_loops": found.data_loops, "kernels": found.kernels, "cycles": collectives.read(text).cycles,
     }  # fmt: skip

@@ -56,18 +56,17 @@ def train_distilled(config: DistillationRunConfig) -> TrainResult:
     """Trains a draft model, and writes it in Hugging Face's format to ``model`` in the run's directory.
 
     Raises:
-        DataError, ValueError: settings, data or model cannot be used; the message says why.
-        HubError: no family of transformers has the draft's architecture, or the directory exists; raised before the
-            training.
+        DataError, ValueError: settings, data or model cannot be used, or the directory exists; the message says why.
+        HubError: no family of transformers has the draft's architecture; raised before the training.
     """
     layers = first_and_last(config.layers, config.model.layers)
     target = Path(config.out) / config.name / MODEL_DIRECTORY
+    if target.exists():
+        raise ValueError(f"{target} exists; give another name or out, or remove it.")
 
     def parts(loaded: LoadedModel) -> Parts:
         student, params = student_of(loaded.model, loaded.params, layers)
         source = _config_json(student, loaded)
-        if target.exists():
-            raise ValueError(f"{target} exists; give another name or out, or remove it.")
         axes, start = trained_of(student.logical_axes()), trained_of(params)
         wide = jax.tree.map(lambda x: x.addressable_data(0).astype(jnp.float32), start)
 
@@ -76,9 +75,9 @@ def train_distilled(config: DistillationRunConfig) -> TrainResult:
 
         def write(values: Any, directory: Path) -> str:
             trained = jax.tree.map(lambda x, like: x.astype(like.dtype), values, start)
-            export_hf(HubModel(student.config, with_trained(params, trained), source), directory / MODEL_DIRECTORY)
-            loaded.tokenizer.save(directory / MODEL_DIRECTORY)
-            return f"{directory / MODEL_DIRECTORY}: serve with --speculate draft:{directory / MODEL_DIRECTORY}"
+            export_hf(HubModel(student.config, with_trained(params, trained), source), target)
+            loaded.tokenizer.save(target)
+            return f"{target}: serve with --speculate draft:{target}"
 
         return Parts(wide, axes, step, write)
 

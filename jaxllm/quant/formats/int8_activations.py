@@ -63,8 +63,7 @@ class Int8Activations(CodeGroups):
         """
         codes, scale = quantise_tokens(x, over)
         sums = self._kernel_matmul(codes.astype(x.dtype), values, scales) if self.grid.bits == 4 else None
-        sums = self._sums(codes, values, scales, scale.dtype) if sums is None else sums
-        return sums * scale.reshape(*scale.shape[:-1], *(1,) * (sums.ndim - scale.ndim + 1))
+        return scaled_sums(self._sums(codes, values, scales, scale.dtype) if sums is None else sums, scale)
 
     def _kernel_matmul(self, x: Float[Array, "... I"], values: Array, scales: Array) -> Float[Array, "..."] | None:
         """Matmul by the kernel of TPUs and GPUs, which reads packed bytes, in float32; None where it does not take it,
@@ -106,6 +105,11 @@ class Int8Activations(CodeGroups):
             total = total + jnp.einsum("tgi,gio->gto", rows[..., k], lane, preferred_element_type=jnp.int32)
         summed = jnp.einsum("gto,go->to", total.astype(dtype), params.scale.reshape(parts * groups, -1))  # type: ignore[union-attr]
         return summed.reshape(*codes.shape[:-1], *outs)
+
+
+def scaled_sums(sums: Float[Array, "..."], scale: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Sums of tokens' codes, times the tokens' scales."""
+    return sums * scale.reshape(*scale.shape[:-1], *(1,) * (sums.ndim - scale.ndim + 1))
 
 
 def quantise_tokens(x: Float[Array, "... I"], over: tuple[str, ...]) -> tuple[Int8[Array, "... I"], Array]:

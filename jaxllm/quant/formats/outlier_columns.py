@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
 from jaxllm.models.params import at_least_f32
-from jaxllm.quant.formats.int8_activations import Int8Activations, quantise_tokens
+from jaxllm.quant.formats.int8_activations import Int8Activations, quantise_tokens, scaled_sums
 
 THRESHOLD = 6.0
 """Magnitude from which on an activation is an outlier (section 3.2)."""
@@ -69,8 +69,8 @@ class OutlierColumns(Int8Activations):
         codes, scale = quantise_tokens(jnp.where(outliers, 0, x), over)
         both = jnp.stack([codes.astype(x.dtype), jnp.where(outliers, x, 0)])
         if (y := self._kernel_matmul(both, values, scales)) is not None:
-            return y[0] * scale.reshape(*scale.shape[:-1], *(1,) * (y.ndim - scale.ndim)) + y[1]
-        plain = super().multiply(jnp.where(outliers, 0, x), values, scales, over, tokens)
+            return scaled_sums(y[0], scale) + y[1]
+        plain = scaled_sums(self._sums(codes, values, scales, scale.dtype), scale)
         flat, outs = self.flatten(values), plain.shape[x.ndim - 1 :]
         rows = flat.reshape(x.shape[-1], *outs)
         by_part = self.params(scales, x.dtype).scale.reshape(-1, *outs)

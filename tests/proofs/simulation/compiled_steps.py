@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from benchmarks.engine_bytes import engine_program
 from jaxllm.plan.formulas.serving_step import BatchWork, ServingStepModel
 from jaxllm.plan.hardware import Cluster
 from recipes.llama3 import llama3_8b
@@ -92,37 +93,13 @@ def compiled(topology: Any, rows: int, requests: int, layers: int) -> dict[str, 
 
     Layers are apart for GPUs, as the engine has them there.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
     from jaxllm.compiler import program_walker
-    from jaxllm.infer.runner.engine_step import EngineStep
-    from jaxllm.infer.runner.paged_cache import layer_groups
-    from jaxllm.infer.runner.serving_mesh import serving_model
     from jaxllm.infer.runner.step_shape import StepShape
-    from jaxllm.models import functional, unstack_layers
-    from pallas_kernels.paged_attention import Slots
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16", layers=layers)
-    model, groups, columns = serving_model(functional(config)), layer_groups(config), 2 * CONTEXT // PAGE
-    shape = StepShape(rows, requests, rows == requests, False, requests, columns, 1, 8, 1, "float32")
-    mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = jax.NamedSharding(mesh, jax.P())
-
-    def abstract(size: Any, dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(size, dtype, sharding=place)
-
-    with jax.set_mesh(mesh):
-        form = groups[0].format()
-        pool = abstract((layers, requests * columns + 1, form.kv_heads, PAGE, form.width), jnp.bfloat16)
-        shapes = model.abstract()
-        if topology.platform == "gpu":
-            shapes = jax.eval_shape(unstack_layers, shapes)
-        params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
-        step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
-        last, packed = (abstract((1, n), jnp.int32) for n in (requests, shape.inputs.size))
-        program = step.lower(params, (Slots(pool),), last, packed).compile()
+    shape = StepShape(rows, requests, rows == requests, False, requests, 2 * CONTEXT // PAGE, 1, 8, 1, "float32")
+    form = "apart" if topology.platform == "gpu" else "stacked"
+    program, _, pool, others = engine_program(topology, config, shape, PAGE, form)
     memory: Any = program.memory_analysis()
     text = program.as_text() or ""
     flops, moved = (lambda read: (read.flops, read.bytes))(program_walker.read(text))
@@ -130,5 +107,5 @@ def compiled(topology: Any, rows: int, requests: int, layers: int) -> dict[str, 
         # A step of several tokens is a loop: what a second turn adds, without what a call does once.
         twice = program_walker.read(text, turns=2)
         flops, moved = twice.flops - flops, twice.bytes - moved
-    weights = memory.argument_size_in_bytes - pool.size * 2 - 4 * (last.size + packed.size)
+    weights = memory.argument_size_in_bytes - pool.size * 2 - 4 * sum(x.size for x in others)
     return {"flops": float(flops), "bytes": float(moved), "weights": float(weights)}
