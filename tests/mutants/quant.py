@@ -83,8 +83,8 @@ MUTANTS = [
     Mutant(
         "outliers_stay_in_the_integer_product",
         "jaxllm/quant/formats/outlier_columns.py",
-        "super().multiply(jnp.where(outliers, 0, x), values",
-        "super().multiply(x, values",
+        "quantise_tokens(jnp.where(outliers, 0, x), over)",
+        "quantise_tokens(x, over)",
         ("tests/quant/test_int8_activations.py::test_outliers_are_multiplied_apart",),
     ),
     Mutant(
