@@ -48,6 +48,8 @@ TILE_BYTES = {"cpu": 2**21, "tpu": 2**24, "gpu": 2**24}
 
 BYTE_ROWS = 32
 """Rows of bytes that a TPU's tile has."""
+GPU_ROWS = 128
+"""Most hidden states that a kernel for GPUs multiplies with packed rows."""
 FEW_LOOKUPS = 256
 """Tokens whose rows of an embedding in bytes are looked up with the tiles that they lie in."""
 
@@ -130,6 +132,10 @@ class RowFormat(Protocol):
 
     def native_row_form(self, inputs: int, scales: tuple[int, ...]) -> NativeForm | None:
         """Rows for the kernel for CPUs, see ``NativeFormat``."""
+        ...
+
+    def row_codes(self, inputs: int, scales: tuple[int, ...]) -> PackedCodes | None:
+        """Rows for ``packed_matmul``, whose result is in float32; None where its kernels for GPUs do not take them."""
         ...
 
     def unpack(self, values: Array, scales: Array, dtype: DTypeLike) -> Float[Array, "..."]:
@@ -480,6 +486,12 @@ def _row_matmul(form: RowFormat, x: Float[Array, "T D"], values: Array, scales: 
             lambda values, scales: form.unpack(values, scales, x.dtype).T,
             x, values, scales,
         )  # fmt: skip
+
+    # XLA fuses the rows into the matmul of one hidden state alone; with more it would write them dequantised.
+    few = 1 < x.shape[0] <= GPU_ROWS and target_device().platform == "gpu"
+    codes = form.row_codes(x.shape[1], scales.shape) if few else None
+    if codes is not None and may_be_default("packed_matmul", "pallas_gpu"):
+        return packed_matmul(x, values, scales.reshape(values.shape[0], -1), codes)
 
     def some(values: Array, scales: Array) -> Float[Array, "T n"]:
         return functools.reduce(operator.add, (_wide_dot(part, w.T) for part, w in form.row_terms(x, values, scales)))

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.packed_matmul.codes import BITS, PackedCodes
-from pallas_kernels.packed_matmul.reference import Scales, dequantised, packed_matmul_reference
+from pallas_kernels.packed_matmul.codes import BITS, PackedBytes, PackedCodes
+from pallas_kernels.packed_matmul.reference import dequantised, packed_matmul_reference
+from pallas_kernels.packed_matmul.scales import Scales, block_count
 from pallas_kernels.packed_matmul.xla import packed_matmul_xla
 
 
@@ -48,20 +49,22 @@ IMPLEMENTATIONS = {
 
 def packed_matmul(
     x: Float[Array, "M K"],
-    packed: UInt8[Array, "B N"],
+    packed: PackedBytes,
     scales: Scales,
     form: PackedCodes,
     *,
     implementation: Implementation = None,
-) -> Float[Array, "M N"]:
+) -> Float[Array, "M _"]:
     """Packed matmul: ``x @ (value[code] * scale)``, where the codes of a group of inputs share each output's scale.
 
     Args:
         x: rows.
         packed: bytes of tuples of neighbouring inputs' codes, the first in the lowest bits.
         scales: scale of each group of K / G neighbouring inputs and output; bytes are exponents of powers of two
-            (e8m0), of which the kernels decode as many as a tile has.
-        form: bits of a code, and the values that codes stand for.
+            (e8m0), of which the kernels decode as many as a tile has, or blocks (see ``scales``), of which those for
+            GPUs do.
+        form: bits of a code, the values that codes stand for, and whether bytes and scales are stored by row, as
+            [N, B] and [N, G], where the kernels for GPUs read them; the others transpose them.
         implementation: "pallas_tpu", "pallas_gpu", "native", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -71,7 +74,7 @@ def packed_matmul(
 
     Raises:
         ValueError: the shapes do not match, groups cut a tuple, codes have no 2, 3, 4, 6 or 8 bits or another number
-            of levels, or wide ones have levels.
+            of levels, wide ones have levels, or codes by row scales in blocks.
         NotImplementedError: the implementation does not support these arguments.
     """
     if form.bits not in BITS or (form.levels is not None and len(form.levels) != 2**form.bits):
@@ -80,8 +83,9 @@ def packed_matmul(
         )
     if form.wide and form.levels is not None:
         raise ValueError("packed_matmul: wide codes are integers; leave out their levels, or wide.")
-    (rows, n), (groups, columns) = packed.shape, scales.shape
-    if x.shape[1] * form.bytes != rows * form.lanes or columns != n or groups == 0 or rows % (groups * form.bytes):
+    (rows, n), (groups, columns) = (a.shape[::-1] if form.by_row else a.shape for a in (packed, scales))
+    one_each = columns == n or (scales.dtype == jnp.uint8 and not form.by_row and block_count(columns, n))
+    if x.shape[1] * form.bytes != rows * form.lanes or not one_each or groups == 0 or rows % (groups * form.bytes):
         raise ValueError(
             f"packed_matmul: rows of {x.shape[1]} inputs, bytes [{rows}, {n}] with {form.lanes} codes in {form.bytes} "
             f"and scales [{groups}, {columns}] do not go together; a group has whole bytes."

@@ -21,6 +21,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
+from pallas_kernels.packed_matmul.scales import Scales, scale_values
+
+PackedBytes = UInt8[Array, "_ _"]
+"""Bytes of a matrix in codes: [B, N], or [N, B] where they are by row."""
 BITS = (2, 3, 4, 6, 8)
 """Bits that codes may have."""
 
@@ -33,11 +37,14 @@ class PackedCodes(NamedTuple):
         levels: value of each code, before its group's scale; None: the code less the middle one, 2^(bits - 1).
         wide: weights are in float32 and not rounded to the activations' dtype, and so is the result: for activations
             that are integers themselves (w4a8). Without levels only.
+        by_row: bytes are [N, B] and scales [N, G]: those of an output are neighbours, as in a head, whose rows are
+            embeddings, too.
     """
 
     bits: int
     levels: tuple[float, ...] | None = None
     wide: bool = False
+    by_row: bool = False
 
     @property
     def lanes(self) -> int:
@@ -60,15 +67,6 @@ def precision(form: PackedCodes) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if form.wide else None
 
 
-def scale_values(scales: Float[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """Scales in at least float32; of bytes, which are exponents (e8m0), 2^(byte - 127)."""
-    if scales.dtype != jnp.uint8:
-        return scales.astype(jnp.promote_types(scales.dtype, jnp.float32))
-    bits = scales.astype(jnp.int32) << 23
-    # Exponent 0 stands for half of the smallest normal float32.
-    return jax.lax.bitcast_convert_type(jnp.where(bits == 0, 1 << 22, bits), jnp.float32)
-
-
 def tuples(packed: UInt8[Array, "B N"], form: PackedCodes) -> Int[Array, "T N"]:
     """Tuples of codes, each in the bits of one integer."""
     wide = packed.astype(jnp.int32)
@@ -76,6 +74,15 @@ def tuples(packed: UInt8[Array, "B N"], form: PackedCodes) -> Int[Array, "T N"]:
         return wide
     wide = wide.reshape(-1, form.bytes, wide.shape[1])
     return functools.reduce(operator.or_, (wide[:, i] << 8 * i for i in range(form.bytes)))
+
+
+def by_column(
+    packed: UInt8[Array, "..."], scales: Scales, form: PackedCodes
+) -> tuple[UInt8[Array, "B n"], Float[Array, "G n"] | UInt8[Array, "G n"]]:
+    """Bytes and scales with an output a column, and scales that are no blocks; for what does not read other forms."""
+    if form.by_row:
+        return packed.T, scales.T
+    return packed, scale_values(scales, packed.shape[1]) if scales.shape[1] != packed.shape[1] else scales
 
 
 def split_lanes(x: Shaped[Array, "M K"], lanes: int) -> Shaped[Array, "n M B"]:

@@ -30,8 +30,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels._compat import processor_features, vary_over, varying_axes
-from pallas_kernels.packed_matmul.codes import PackedCodes, result_dtype
-from pallas_kernels.packed_matmul.reference import Scales
+from pallas_kernels.packed_matmul.codes import PackedBytes, PackedCodes, by_column, result_dtype
+from pallas_kernels.packed_matmul.scales import Scales
 
 SOURCES = ("native.cc", "native_vectors.h")
 FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-w")
@@ -66,13 +66,14 @@ class NativeForm(NamedTuple):
 
 
 def packed_matmul_native(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M K"], packed: PackedBytes, scales: Scales, form: PackedCodes
+) -> Float[Array, "M _"]:
     """Packed matmul on CPUs; see ``packed_matmul``. Weights are not rounded to ``x.dtype`` before they are multiplied.
 
     Raises:
         NotImplementedError: there is no compiler, x is float64, or the codes have a table of more than 16 levels.
     """
+    packed, scales = by_column(packed, scales, form)
     groups, columns = scales.shape
     kind = "exponent" if scales.dtype == jnp.uint8 else "scale"
     found = NativeForm(form.bits, groups, kind, form.levels)

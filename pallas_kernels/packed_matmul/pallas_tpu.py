@@ -15,24 +15,33 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from pallas_kernels._compat import result_like, target_device
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, result_dtype, scale_values, split_lanes, tuples
+from pallas_kernels.packed_matmul.codes import (
+    PackedBytes,
+    PackedCodes,
+    by_column,
+    lane_values,
+    result_dtype,
+    split_lanes,
+    tuples,
+)
 from pallas_kernels.packed_matmul.config import SUBLANES, tpu_tiles
-from pallas_kernels.packed_matmul.reference import Scales
+from pallas_kernels.packed_matmul.scales import Scales, scale_values
 
 
 def packed_matmul_pallas_tpu(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M K"], packed: PackedBytes, scales: Scales, form: PackedCodes
+) -> Float[Array, "M _"]:
     """Packed matmul on TPUs; see ``packed_matmul``.
 
     Raises:
         NotImplementedError: no tile of tuples goes with the groups, or see ``pallas_kernels._pallas.check_supported``.
     """
     check_supported("pallas_tpu", x=x)
+    packed, scales = by_column(packed, scales, form)
     (m, k), n, groups = x.shape, packed.shape[1], scales.shape[0]
     rows = k // form.lanes
     size = rows // groups

@@ -6,16 +6,23 @@ Legend: M rows, K inputs, B bytes of an output, N outputs, G groups of inputs.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
-from pallas_kernels.packed_matmul.codes import PackedCodes, lane_values, precision, result_dtype, scale_values, tuples
+from pallas_kernels.packed_matmul.codes import (
+    PackedBytes,
+    PackedCodes,
+    by_column,
+    lane_values,
+    precision,
+    result_dtype,
+    tuples,
+)
+from pallas_kernels.packed_matmul.scales import Scales, scale_values
 
-Scales = Float[Array, "G N"] | UInt8[Array, "G N"]
-"""Scales, or exponents of scales that are powers of two."""
 
-
-def dequantised(packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes) -> Float[Array, "K N"]:
+def dequantised(packed: PackedBytes, scales: Scales, form: PackedCodes) -> Float[Array, "K N"]:
     """The matrix: values times scales, in at least float32."""
+    packed, scales = by_column(packed, scales, form)
     whole = tuples(packed, form)
     lanes = jnp.stack([lane_values(whole, lane, form) for lane in range(form.lanes)], axis=1)
     wide = scale_values(scales)
@@ -24,8 +31,8 @@ def dequantised(packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes) 
 
 
 def packed_matmul_reference(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M K"], packed: PackedBytes, scales: Scales, form: PackedCodes
+) -> Float[Array, "M _"]:
     """Reference packed matmul; see ``packed_matmul``."""
     dtype = result_dtype(x.dtype, form)
     matrix = dequantised(packed, scales, form).astype(dtype)

@@ -6,24 +6,26 @@ Legend: M rows, K inputs, B bytes of an output, N outputs, G groups of inputs.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float
 
 from pallas_kernels.packed_matmul.codes import (
+    PackedBytes,
     PackedCodes,
+    by_column,
     lane_values,
     precision,
     result_dtype,
-    scale_values,
     split_lanes,
     tuples,
 )
-from pallas_kernels.packed_matmul.reference import Scales
+from pallas_kernels.packed_matmul.scales import Scales, scale_values
 
 
 def packed_matmul_xla(
-    x: Float[Array, "M K"], packed: UInt8[Array, "B N"], scales: Scales, form: PackedCodes
-) -> Float[Array, "M N"]:
+    x: Float[Array, "M K"], packed: PackedBytes, scales: Scales, form: PackedCodes
+) -> Float[Array, "M _"]:
     """Packed matmul in plain JAX; see ``packed_matmul``."""
+    packed, scales = by_column(packed, scales, form)
     groups, columns = scales.shape
     dtype = result_dtype(x.dtype, form)
     out = jnp.zeros((x.shape[0], columns), jnp.promote_types(x.dtype, jnp.float32))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -36,6 +37,7 @@ class Case(NamedTuple):
     form: PackedCodes = PackedCodes(4)
     exponents: bool = False
     half: bool = False  # activations in bfloat16, where a kernel checks in float32
+    block: int = 0  # scales that share a block; 0: none do
 
 
 CASES = {
@@ -55,10 +57,18 @@ CASES = {
     "int3 with levels, groups of 8 tuples": Case(9, 512, 140, 8, PackedCodes(3, TABLE[:8])),
     "int3 over many tiles": Case(2, 3072, 40, 48, PackedCodes(3)),
     "int6": Case(5, 512, 33, 8, PackedCodes(6)),
+    "scales in blocks": Case(3, 512, 64, 8, PackedCodes(4, TABLE), block=16),
+    "scales in blocks over many tiles": Case(2, 768, 203, 12, PackedCodes(4, TABLE), block=29),
+    "scales in blocks, groups of 8 tuples": Case(5, 128, 96, 8, PackedCodes(4, TABLE), block=32),
+    "int8 by row": Case(19, 192, 150, 1, PackedCodes(8, by_row=True)),
+    "int4 by row in groups": Case(3, 1280, 70, 20, PackedCodes(4, by_row=True)),
+    "int3 by row": Case(2, 512, 40, 4, PackedCodes(3, by_row=True)),
     "wide, groups of 32": Case(16, 256, 70, 8, PackedCodes(4, wide=True), half=True),
     "wide int8 over many tiles": Case(3, 1280, 140, 1, PackedCodes(8, wide=True), half=True),
 }
 KILLERS = (
+    "scales in blocks over many tiles",
+    "int4 by row in groups",
     "wide, groups of 32",
     "wide int8 over many tiles",
     "int3 with levels, groups of 8 tuples",
@@ -113,6 +123,17 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ),
     ("pallas_gpu", "not added up"): ("pallas_gpu", "else sums\n", "else sums - acc\n"),
     ("pallas_gpu", "wide sums of one scale"): ("pallas_gpu", "acc += sums * scale if", "acc += sums * scale[:, :1] if"),
+    ("pallas_gpu", "numbers of the first block"): ("pallas_gpu", "column // block * (block + EXTRA)", "0 * column"),
+    ("pallas_gpu", "a block's numbers swapped"): ("pallas_gpu", "for start in (0, 4))", "for start in (4, 0))"),
+    ("pallas_gpu", "scales of the first row"): (
+        "pallas_gpu", "at(scales, group, column, mask)", "at(scales, 0 * group, column, mask)"
+    ),
+    ("pallas_gpu", "numbers' bytes backwards"): ("scales", "<< 8 * i for i, byte", "<< 24 - 8 * i for i, byte"),
+    ("pallas_gpu", "small float8 as normal"): (
+        "scales", "jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 2.0**-9, normal)", "normal"
+    ),
+    ("pallas_gpu", "float8 without signs"): ("scales", "jnp.where(wide >> 7 == 1, -magnitude, magnitude)", "magnitude"),
+    ("xla", "mean of a block left out"): ("scales", " + mean.astype(dtype)", ""),
     ("pallas_tpu", "wide sums without scales"): ("pallas_tpu", "acc[...] * own[:, 0] if", "acc[...] if"),
     ("pallas_tpu", "wide weights rounded"): ("pallas_tpu", "if wide and not last_scales", "if False"),
 }  # fmt: skip
@@ -131,21 +152,33 @@ def small_pieces() -> Iterator[None]:
 def draw(rng: np.random.Generator, case: Case, dtype=np.float64):
     """x, bytes, scales."""
     rows = case.k // case.form.lanes * case.form.bytes
+    x = jnp.asarray(rng.normal(size=(case.m, case.k)), dtype)
     packed = rng.integers(0, 256, (rows, case.n), dtype=np.uint8)
     if case.exponents:
-        scales = jnp.asarray(rng.integers(124, 131, (case.groups, case.n), dtype=np.uint8))
-        return jnp.asarray(rng.normal(size=(case.m, case.k)), dtype), jnp.asarray(packed), scales
-    scales = rng.uniform(0.2, 2, (case.groups, case.n)) * 2.0 ** rng.integers(-3, 3, (case.groups, 1))
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return jnp.asarray(rng.normal(size=(case.m, case.k)), dtype), jnp.asarray(packed), jnp.asarray(scales, wide)
+        scales = rng.integers(124, 131, (case.groups, case.n), dtype=np.uint8)
+    elif case.block:
+        values = rng.normal(size=(case.groups, case.n // case.block, case.block)).astype(ml_dtypes.float8_e4m3fn)
+        numbers = rng.uniform(0.5, 2, (*values.shape[:2], 2)).astype(np.float32)
+        scales = np.concatenate([values.view(np.uint8), numbers.view(np.uint8)], -1).reshape(case.groups, -1)
+    else:
+        scales = rng.uniform(0.2, 2, (case.groups, case.n)) * 2.0 ** rng.integers(-3, 3, (case.groups, 1))
+        scales = scales.astype(jnp.promote_types(dtype, jnp.float32))
+    return x, *(jnp.asarray(a.T if case.form.by_row else a) for a in (packed, scales))
 
 
 def matrix(packed, scales, case: Case) -> np.ndarray:
     """The dequantised matrix, code by code."""
     bits = case.form.bits
     levels = np.arange(2**bits) - 2.0 ** (bits - 1) if case.form.levels is None else np.asarray(case.form.levels)
-    packed, out = np.asarray(packed), np.zeros((case.k, case.n))
-    scales = np.ldexp(1.0, np.asarray(scales, int) - 127) if case.exponents else scales
+    packed, scales = (np.asarray(a).T if case.form.by_row else np.asarray(a) for a in (packed, scales))
+    if case.exponents:
+        scales = np.ldexp(1.0, scales.astype(int) - 127)
+    if case.block:
+        rows = scales.reshape(case.groups, -1, case.block + 8)
+        unit, mean = (rows[..., i : i + 4].copy().view(np.float32).astype(float) for i in (case.block, case.block + 4))
+        values = rows[..., : case.block].copy().view(ml_dtypes.float8_e4m3fn).astype(float)
+        scales = (values * unit + mean).reshape(case.groups, -1)
+    out = np.zeros((case.k, case.n))
     for i in range(case.k):
         first = i // case.form.lanes * case.form.bytes
         whole = sum(packed[first + b].astype(int) << 8 * b for b in range(case.form.bytes))

@@ -126,6 +126,18 @@ def test_multiplies_rows_of_an_output_matrix(group, m, rng):
     assert packed_body.error(got, x, np.asarray(form.unpack(values, scales, jnp.float32)).T) <= BOUND
 
 
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 32), (3, None)])
+def test_rows_as_kernels_for_gpus_read_them(bits, group, rng):
+    form = CodeGroups(IntGrid(bits), group, -1)
+    values, scales = form.pack(jnp.asarray(rng.normal(size=(203, 96)), jnp.float32))
+    codes = form.row_codes(96, scales.shape)
+    x = jnp.asarray(rng.normal(size=(5, 96)), jnp.float32)
+    got = packed_matmul(x, values, scales.reshape(203, -1), codes, implementation="reference")
+    assert packed_body.error(got, x, np.asarray(form.unpack(values, scales, jnp.float32)).T) <= BOUND
+    assert CodeGroups(IntGrid(bits, symmetric=False), group, -1).row_codes(96, scales.shape) is None
+    assert form.row_codes(96, (203, 1, 12)) is None  # 8 inputs share a scale, fewer than a tile has
+
+
 def test_a_row_does_not_depend_on_the_others(rng):
     """Bit for bit, in tiles of 1, 4 and 16 rows, of one thread or two."""
     weight = stack_of(FORMATS["q4_1"], (512, 700), rng, 1)

@@ -151,6 +151,18 @@ class CodeGroups:
         )
         return NativeForm(8, groups) if plain and whole and type(self) is CodeGroups else None
 
+    def row_codes(self, inputs: int, scales: tuple[int, ...]) -> PackedCodes | None:
+        """Codes of an output matrix, whose axis is the last, as kernels for GPUs read them: integers times one scale,
+        of all inputs or of groups of a multiple of 16 tuples.
+        """
+        groups, bits = scales[-1], self.grid.bits
+        plain = isinstance(self.grid, IntGrid) and self.grid.stored == 1 and bits in BITS
+        size = inputs // groups // WORDS[bits][0]
+        whole = size * groups * WORDS[bits][0] == inputs and (groups == 1 or size % 16 == 0)
+        if not (plain and whole and self.axis == -1 and type(self) is CodeGroups):
+            return None
+        return PackedCodes(bits, wide=True, by_row=True)
+
     def _groups(self, stored: int) -> int:
         """Groups of so many stored parameters."""
         return stored

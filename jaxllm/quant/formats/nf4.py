@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxllm.quant.formats.mxfp4 import joined_inputs, nibble_terms
 from pallas_kernels.packed_matmul import PackedCodes
+from pallas_kernels.packed_matmul.scales import block_values
 from sharding import LogicalAxes
 
 LEVELS = (
@@ -47,8 +48,6 @@ BLOCK = 64
 """Values that share a scale."""
 SCALES = 256
 """Scales that share a scale and a mean, at most: the largest power of two that divides the last dimension."""
-EXTRA = 8
-"""Bytes of the scale and the mean of a block of scales."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class NF4:
         axis = self.axis % values.ndim
         codes = jnp.stack([values & 15, values >> 4], axis=axis + 1).reshape(self.shape(values.shape))
         wide = jnp.promote_types(jnp.float32, dtype)
-        found = jnp.repeat(_unpacked_scales(scales, values.shape[-1], wide), BLOCK, axis=axis)
+        found = jnp.repeat(block_values(scales, values.shape[-1], wide), BLOCK, axis=axis)
         return (jnp.asarray(LEVELS, wide)[codes] * found).astype(dtype)
 
     def terms(
@@ -106,13 +105,13 @@ class NF4:
     ) -> list[tuple[Float[Array, "..."], Float[Array, "..."]]]:
         """The matmul as a sum over both nibbles, whose weights XLA unpacks within it."""
         wide = jnp.promote_types(jnp.float32, x.dtype)
-        return nibble_terms(x, values, _unpacked_scales(scales, values.shape[-1], wide), CODES, self.axis)
+        return nibble_terms(x, values, block_values(scales, values.shape[-1], wide), CODES, self.axis)
 
     def kernel_terms(
         self, x: Float[Array, "... I"], values: UInt8[Array, "..."], scales: UInt8[Array, "..."]
     ) -> tuple[Array, Array, PackedCodes, list[tuple[Array, Array]]]:
-        """Operands of ``packed_matmul``; scales are decoded to float32 before."""
-        return *joined_inputs(values, _unpacked_scales(scales, values.shape[-1], jnp.float32), self.axis), CODES, []
+        """Operands of ``packed_matmul``, which decodes the scales."""
+        return *joined_inputs(values, scales, self.axis), CODES, []
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales: those of the weight."""
@@ -136,20 +135,3 @@ def _packed_scales(scales: Float[Array, "*lead n"], count: int) -> UInt8[Array, 
     parts = (rounded[..., None, :], unit, mean)
     in_bytes = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*mean.shape[:-1], -1) for x in parts]
     return jnp.concatenate(in_bytes, axis=-1).reshape(*scales.shape[:-1], -1)
-
-
-def _unpacked_scales(packed: UInt8[Array, "*lead m"], size: int, dtype: DTypeLike) -> Float[Array, "*lead n"]:
-    """Inverse of ``_packed_scales`` in ``dtype``; ``size`` is the last dimension of the result.
-
-    Programs of float32 may differ in the last bit, since a compiler may fuse the product and the sum.
-    """
-    blocks = (packed.shape[-1] - size) // EXTRA
-    rows = packed.reshape(*packed.shape[:-1], blocks, -1)
-    unit, mean = (
-        jax.lax.bitcast_convert_type(rows[..., size // blocks + i : size // blocks + i + 4], jnp.float32)[
-            ..., None
-        ].astype(dtype)
-        for i in (0, 4)
-    )
-    values = jax.lax.bitcast_convert_type(rows[..., : size // blocks], jnp.float8_e4m3fn).astype(dtype)
-    return (values * unit + mean).reshape(*packed.shape[:-1], size)

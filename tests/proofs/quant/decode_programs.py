@@ -6,14 +6,15 @@ from benchmarks import engine_bytes
 from sharding.isolate import run_isolated
 from tests.proofs.harness import proof
 
+FORMATS = ("int4", "int8", "lut4", "mxfp4", "nf4", "lut3", "w4a8", "llm_int8")
 CELLS = [
-    *[("v6e:1x1", form, "apart", 1) for form in ("int4", "int8", "lut4", "mxfp4", "nf4", "lut3", "w4a8", "llm_int8")],
+    *[("v6e:1x1", form, "apart", 1) for form in FORMATS],
     *[("v6e:1x1", form, "stacked", 1) for form in ("int4", "w8a8")],
-    *[("h100:1x1", form, "apart", 1) for form in ("int4", "int8", "lut4", "mxfp4", "w8a8", "lut3", "w4a8", "llm_int8")],
-    ("v6e:1x1", "int4", "apart", 16),
+    *[("h100:1x1", form, "apart", 1) for form in (*FORMATS, "w8a8")],
+    *[(device, "int4", "apart", 16) for device in ("v6e:1x1", "h100:1x1")],
 ]  # fmt: skip
-"""(topology, format, layers, batch). Some move more, see docs/serve/quantise.md: NF4 on GPUs, batches on GPUs,
-unstacked layers of w8a8 and stacked ones of int8 on TPUs."""
+"""(topology, format, layers, batch): every format on both devices. In the other layout some move more, see
+docs/serve/quantise.md: unstacked layers of w8a8 and stacked ones of int8 on TPUs, stacked layers on GPUs."""
 OTHERS = [("v6e:1x1", "int8"), ("h100:1x1", "nf4")]
 
 
