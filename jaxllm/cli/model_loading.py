@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ def load_with_progress(
     """
     from jaxllm.cli.tier_options import solve_placement
     from jaxllm.infer import load_model
-    from jaxllm.infer.runner.serving_mesh import mesh_of
+    from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
     from jaxllm.infer.streaming.open_streamed import open_streamed
@@ -66,7 +67,9 @@ def load_with_progress(
             kept = "plain" if weights == "auto" else weights
             loaded = open_streamed(name, budget, dtype=dtype, weights=kept, progress=tell)
         else:
-            loaded = load_model(name, mesh=over, dtype=dtype, layers=layers, weights=weights, progress=tell)
+            there = loading_mesh(over)
+            loaded = load_model(name, mesh=there, dtype=dtype, layers=layers, weights=weights, progress=tell)
+            loaded = loaded if over is None else dataclasses.replace(loaded, mesh=over)
     if isinstance(loaded.params, StreamedWeights):
         print(f"weights: {loaded.params}", file=sys.stderr, flush=True)
         return loaded if generation_config == "auto" else _with_sampling(loaded, generation_config)
@@ -76,8 +79,6 @@ def load_with_progress(
 
 
 def _with_sampling(loaded: LoadedModel, generation_config: str) -> LoadedModel:
-    import dataclasses
-
     from jaxllm.hub.sampling_defaults import sampling_defaults_of
 
     own = {} if generation_config == "none" else sampling_defaults_of(Path(generation_config))

@@ -29,7 +29,7 @@ class Chat:
         temperature, top_p, top_k, min_p, repetition_penalty: see ``SamplingParams``; None: what the
             model's authors recommend (``LoadedModel.sampling``), else a temperature of 0.7 and nothing else.
         seed: sampling seed; each answer is sampled independently.
-        speculate, speculate_tokens: speculative decoding, see ``LLM``.
+        speculate, speculate_tokens, speculate_runs: speculative decoding, see ``LLM``.
         kv_format, kv_keep: KV cache, see ``with_kv_cache``.
 
     Raises:
@@ -48,6 +48,7 @@ class Chat:
     seed: int = 0
     speculate: str | None = None
     speculate_tokens: int | None = None
+    speculate_runs: int = 1
     kv_format: str = "auto"
     kv_keep: str = KEEP_ALL
 
@@ -111,7 +112,14 @@ class Chat:
             room_for = max(2048, len(ids) + room)
             full = self._params(room).needs_full
             sizes = single_user_config(
-                self.loaded, room_for, self.speculate, self.speculate_tokens, full, self.kv_format, self.kv_keep
+                self.loaded,
+                room_for,
+                self.speculate,
+                self.speculate_tokens,
+                full,
+                self.kv_format,
+                self.kv_keep,
+                self.speculate_runs,
             )
             self._llm = LLM(self.loaded, sizes)
         for piece in self._llm.stream(ids, self._params(room)):

@@ -26,7 +26,7 @@ from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.length_limits import hard_limit
-from jaxllm.infer.runner.serving_mesh import mesh_of, stages_of
+from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of, stages_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.start_progress import Listener, shown_progress
@@ -140,7 +140,10 @@ class LLM:
         with shown_progress(name, progress) as tell:
             if not isinstance(model, LoadedModel):
                 model = load_model(
-                    model, dtype=dtype, mesh=over, progress=lambda _, done, total: tell("loading", done, total)
+                    model,
+                    dtype=dtype,
+                    mesh=loading_mesh(over),
+                    progress=lambda _, done, total: tell("loading", done, total),
                 )
             self.loaded, self.tokenizer = model, model.tokenizer
             if isinstance(model.params, StreamedWeights):

@@ -9,8 +9,12 @@ import jax
 import numpy as np
 import pytest
 
+import sharding
+from jaxllm import cli
+from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.infer import EngineConfig, Request, SamplingParams
 from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.runner import serving_mesh
 from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.stages.draft_runs import DraftRuns
@@ -77,6 +81,23 @@ def test_meshes_and_models_without_stages_are_named():
         engines.build(runs, "llama", proposer=NgramProposer())
     with pytest.raises(ValueError, match="speculate_runs = 3 without speculate"):
         with_speculation(EngineConfig(), None, None, 3)
+
+
+def test_a_model_for_stages_is_loaded_into_the_hosts_memory(finished, monkeypatch):
+    """No device has to have room for all of it."""
+    mesh = sharding.MeshSpec.parse("stage=2").build(jax.devices()[-2:])
+    monkeypatch.setattr(serving_mesh, "mesh_of", lambda text: mesh)
+    loaded = load_with_progress(str(finished / "runs" / "tiny"), None, mesh="stage=2")
+    assert loaded.mesh is mesh
+    assert {d for x in jax.tree.leaves(loaded.params) for d in x.devices()} == {jax.devices("cpu")[0]}
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "m", "--prompt", "a"], ["chat", "m", "--message", "a"], ["serve", "m"]]
+)
+def test_commands_refuse_runs_without_stages_before_they_load_a_model(command, capsys):
+    assert cli.main([*command, "--speculate", "ngram", "--speculate-runs", "3"]) == 2
+    assert "draft_runs = 3 are runs in flight through pipeline stages" in capsys.readouterr().err
 
 
 def test_stages_serve_what_one_device_serves_from_programs_on_disk(rng, float64, tmp_path):

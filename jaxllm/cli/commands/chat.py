@@ -37,6 +37,7 @@ def chat(argv: list[str]) -> int:
         mesh: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
+        speculate_runs: int = 1,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
         offload: str | None = None,
@@ -71,6 +72,8 @@ def chat(argv: list[str]) -> int:
                 the same (docs/serve/speculation.md).
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
+            speculate_runs: with --speculate and --mesh stage=N: runs of draft tokens that may be in flight through the
+                pipeline stages, such as N + 1 (docs/serve/speculation.md).
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
@@ -82,7 +85,7 @@ def chat(argv: list[str]) -> int:
                 layers that stay there, bytes of those that stay in host memory (by default all others), and a directory
                 for files of the rest; or fit,device=20GiB,...: a placement is solved (docs/serve/offload.md).
         """
-        check_speculation(speculate, speculate_tokens)
+        check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         check_kv_cache(kv_format, kv_keep)
         check_offload(offload, mesh)
         use_compilation_cache()
@@ -96,7 +99,7 @@ def chat(argv: list[str]) -> int:
         talk = Chat(
             loaded, list(opening), max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
             min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, speculate=speculate,
-            speculate_tokens=speculate_tokens, kv_format=kv_format, kv_keep=kv_keep,
+            speculate_tokens=speculate_tokens, speculate_runs=speculate_runs, kv_format=kv_format, kv_keep=kv_keep,
         )  # fmt: skip
         if message:
             speak(talk, message)

@@ -48,6 +48,19 @@ def stages_of(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape.get("stage", 1)
 
 
+def loading_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Mesh to load a model on that is served on ``mesh``: the host's processor for pipeline stages, which take their
+    layers from there, because none of their devices needs room for the whole model.
+    """
+    if stages_of(mesh) == 1:
+        return mesh
+    try:
+        host = jax.devices("cpu")[:1]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return mesh
+    return sharding.MeshSpec.parse("dp").build(host)
+
+
 def check_stages(mesh: Mesh) -> None:
     """Checks that pipeline stages can serve on a mesh.
 
