@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import cpu_time, drawn_cases, environment
+from tests import cpu_time, drawn_cases, environment, memory
 
 import hypothesis  # isort: skip
 import jax  # isort: skip
@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Imports and tracing make millions of objects that stay; to look through them all for cycles takes long.
     gc.set_threshold(20_000, 10, 10)
     config.pluginmanager.register(cpu_time)
+    config.pluginmanager.register(memory)
     given = config.getoption("--seed")
     # Through the environment it reaches xdist's workers and child processes.
     os.environ["JAXLLM_SEED"] = str(environment.seed() if given is None else given)

@@ -131,6 +131,7 @@ def test_rows_as_kernels_for_gpus_read_them(bits, group, rng):
     form = CodeGroups(IntGrid(bits), group, -1)
     values, scales = form.pack(jnp.asarray(rng.normal(size=(203, 96)), jnp.float32))
     codes = form.row_codes(96, scales.shape)
+    assert codes is not None
     x = jnp.asarray(rng.normal(size=(5, 96)), jnp.float32)
     got = packed_matmul(x, values, scales.reshape(203, -1), codes, implementation="reference")
     assert packed_body.error(got, x, np.asarray(form.unpack(values, scales, jnp.float32)).T) <= BOUND
