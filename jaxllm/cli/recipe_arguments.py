@@ -18,6 +18,7 @@ import tyro
 from jaxllm.cli.command_parser import with_readable_settings
 from jaxllm.cli.deprecated_options import print_rename
 from jaxllm.cli.errors import UsageError, guarded
+from jaxllm.cli.memory_budget import fitted_here, without_budget
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.config import closest, new_field_names
 
@@ -165,9 +166,14 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
     def run() -> int:
         words, file = without_together(sys.argv[1:] if argv is None else argv)
+        words, budget = without_budget(words)
+        if budget is not None and file is not None:
+            raise UsageError("--together trains several runs in one step; give each its model.remat, not --within.")
         config = configure(recipe, words, prog)
         use_compilation_cache()
         with processes(config.distributed):
+            if budget is not None:
+                config = fitted_here(config, budget)
             if file is not None:
                 return start_together(config, file)
             finished = start_training(config)

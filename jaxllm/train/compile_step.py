@@ -42,11 +42,15 @@ def compile_for(
         OutOfDeviceMemory: the compiler says that the program exceeds device memory.
         CompilerMissing: the compiler is not installed; names the extra to install.
     """
-    own = RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
-    arguments = {"config": to_dict(own), "keep": None if keep is None else str(keep.absolute())}
+    arguments = {"config": to_dict(_own(config)), "keep": None if keep is None else str(keep.absolute())}
     env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
     report = run_isolated("jaxllm.train.compile_step:compile_here", on, arguments, progress=progress, env=env)
     return aot.CompileReport.from_json(report)
+
+
+def _own(config: RunConfig) -> RunConfig:
+    """The settings that a step depends on, of a configuration that has more (of post-training)."""
+    return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
 
 
 def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = None) -> dict[str, Any]:
@@ -74,8 +78,27 @@ def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = 
 
 def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
     """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under."""
+    return _step_for(run, topology.devices(), topology.platform)
+
+
+def step_memory_here(run: RunConfig) -> tuple[int, int]:
+    """Bytes that the run's step takes on each of the devices that are here, and in the host's memory.
+
+    The step is compiled for them, and not run; the program is found again in the compilation cache.
+    """
+    devices = jax.devices()
+    step, arguments, mesh = _step_for(_own(run), devices, devices[0].platform)
+    chosen = options(devices[0].platform, devices[0].device_kind, run.compiler_options) or None
+    with jax.set_mesh(mesh):
+        memory: Any = step.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
+    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    device = sum(sizes) + memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
+    return device, memory.host_temp_size_in_bytes
+
+
+def _step_for(run: RunConfig, devices: list[jax.Device], platform: str) -> tuple[Any, tuple[Any, Batch], Mesh]:
     model = run_model(run)
-    mesh = fitting_mesh(run, model, topology.num_devices, topology.platform).build(topology.devices())
+    mesh = fitting_mesh(run, model, len(devices), platform).build(devices)
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
+from jaxllm.cli.memory_budget import MemoryBudget, budget_of, with_remat, within_budget
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -36,8 +36,8 @@ def compile(argv: list[str]) -> int:
         save: Path | None = None,
         html: Path | None = None,
         anyway: bool = False,
-        within: float | None = None,
-        host: float | None = None,
+        within: str | None = None,
+        host: str | None = None,
     ) -> int:
         """Compiles the train step for devices that are not attached; reports memory, collectives and cost estimates.
 
@@ -51,9 +51,9 @@ def compile(argv: list[str]) -> int:
             save: JSON file to write the report to.
             html: HTML page to write: memory over the schedule, timeline, roofline, collectives.
             anyway: let the TPU compiler compile a step that does not fit, to see which arrays take the memory.
-            within: memory budget of a device in GiB: first finds what each layer keeps and computes again (model.remat)
-                with the least recomputation that fits, which takes about six compilations.
-            host: with --within: GiB of the host's memory for each device, where layers may keep activations too; the
+            within: memory budget of a device, such as 20GiB, or a number of GiB: first finds what each layer keeps and
+                computes again (model.remat) with the least recomputation that fits, which takes about six compilations.
+            host: with --within: host memory for each device, such as 64GiB, where layers may keep activations too; the
                 step of least time is found, in which copies count as far as the passes do not hide them.
         """
         from jaxllm.files import write_json
@@ -63,9 +63,11 @@ def compile(argv: list[str]) -> int:
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
         if host is not None and within is None:
-            raise UsageError("--host needs --within GiB, the memory budget of a device.")
-        if within is not None and (config := _with_remat_solved(config, topology, within, host)) is None:
-            return 1
+            raise UsageError("--host needs --within SIZE, the memory budget of a device.")
+        if within is not None:
+            config = _with_remat_solved(config, topology, budget_of(within, host))
+            if config is None:
+                return 1
         with tempfile.TemporaryDirectory() as folder:
             keep = Path(folder) / "program.json" if html is not None or anyway else None
             try:
@@ -124,49 +126,24 @@ def _print_rollouts(config: RunConfig, on: str, report: CompileReport) -> None:
     print(f"the step and the engine's arrays beside it: {(report.total_bytes + engine) / 2**30:.2f} GiB{there}")
 
 
-def _with_remat_solved(config: RunConfig, topology: Topology, within: float, host: float | None) -> RunConfig | None:
-    """The run with the remat that fits ``within`` GiB, with ``host`` GiB of the host's memory; prints the candidates.
-    None if none fits.
-    """
+def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudget) -> RunConfig | None:
+    """The run with the remat that fits the budget; prints the candidates. None if none fits."""
     from jaxllm.models.remat import RematError
-    from jaxllm.parallel.sharding_table_view import columns
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.remat_solver import HostTier, StepBytes, solve
+    from jaxllm.plan.remat_solver import StepBytes
     from jaxllm.train.compile_step import compile_for
-    from jaxllm.train.run import fitting_mesh
-    from jaxllm.train.run_model import run_model
 
     def measure(remat: str) -> StepBytes:
-        run = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
-        report = compile_for(run, topology.name, progress=progress_line(f"remat {remat}: "), anyway=True)
+        run, told = with_remat(config, remat), progress_line(f"remat {remat}: ")
+        report = compile_for(run, topology.name, progress=told, anyway=True)
         return StepBytes(report.total_bytes, report.host_bytes)
 
-    tier = None
-    if host is not None:
-        mesh = fitting_mesh(config, run_model(config), topology.num_devices, topology.platform)
-        tier = HostTier.of(config, Cluster.parse(topology.name), mesh, round(host * 2**30))
     try:
-        solved = solve(config, round(within * 2**30), measure, tier)
+        cluster = None if budget.host is None else Cluster.parse(topology.name)
+        return within_budget(config, budget, measure, cluster)
     except RematError as error:
         print(error)
         return None
-    candidates = {**solved.named, **solved.tried}
-    least = min(one.flops for one in candidates.values())
-    rows = [
-        (
-            remat,
-            f"{one.bytes / 2**30:.3f}",
-            *([f"{one.host / 2**30:.3f}", f"{one.exposed * 1e3:.1f}"] if tier is not None else []),
-            f"{100 * (one.flops / least - 1):.1f}%",
-            "chosen" if remat == solved.remat else "",
-        )
-        for remat, one in candidates.items()
-    ]
-    of_host = ("of the host", "ms exposed") if tier is not None else ()
-    print(
-        columns(("model.remat", "GiB", *of_host, "extra FLOPs", ""), rows, f"<>{'>>' if of_host else ''}><"), end="\n\n"
-    )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=solved.remat))
 
 
 def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> ProgramReport:

@@ -1,0 +1,116 @@
+"""``jaxllm train --within``: what layers keep and compute again is chosen so that the step fits, then it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxllm import cli
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.memory_budget import MemoryBudget, fitted_here, without_budget
+from jaxllm.models.remat import policies_by_layer
+from jaxllm.train import RunConfig, TrainResult, compile_step
+from jaxllm.train.model_flops import hardware_flops_per_token
+from tests.train import runs
+
+KEPT = {"full": 0, "attention": 30, "elementwise": 40, "none": 180}
+BASE = 80
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Steps whose bytes are a sum over layers, in MiB, instead of compiled ones."""
+
+    def memory(run: RunConfig) -> tuple[int, int]:
+        return (BASE + sum(KEPT[name] for name in policies_by_layer(run.model.remat, run.model.segments))) << 20, 0
+
+    monkeypatch.setattr(compile_step, "step_memory_here", memory)
+
+
+@pytest.mark.parametrize(
+    ("words", "rest", "budget"),
+    [
+        (["--within", "14GiB", "--steps", "3"], ["--steps", "3"], MemoryBudget(14 << 30)),
+        (["--within=1.5"], [], MemoryBudget(3 << 29)),
+        (["--within", "800MiB", "--host", "2TiB"], [], MemoryBudget(800 << 20, 2 << 40)),
+        (["--fit", "--host.optimizer"], ["--host.optimizer"], MemoryBudget(None)),
+        (["--steps", "3"], ["--steps", "3"], None),
+    ],
+)
+def test_budgets_are_read(words, rest, budget):
+    assert without_budget(words) == (rest, budget)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--within", "much"], "--within much: give a size, such as 14GiB"),
+        (["--within", "0"], "--within 0: give a size"),
+        (["--within"], "--within : give a size"),
+        (["--host", "3"], "--host SIZE needs --within SIZE"),
+        (["--fit", "--within", "3"], "--fit is the memory that the devices have"),
+    ],
+)
+def test_what_is_no_budget_is_named(words, message):
+    with pytest.raises(UsageError, match=message):
+        without_budget(words)
+
+
+def test_the_run_that_is_trained_fits(measured, monkeypatch, capsys):
+    seen: list[RunConfig] = []
+
+    def train(config: RunConfig) -> TrainResult:
+        seen.append(config)
+        return TrainResult(Path(config.out) / config.name, config.steps, True, None, None)
+
+    monkeypatch.setattr("jaxllm.train.train", train)
+    assert cli.main(["train", "quickstart", "--model.layers", "4", "--within", "150MiB"]) == 0
+    model, seq_len = seen[0].model, seen[0].data.seq_len
+    assert model.remat in capsys.readouterr().out
+
+    def flops(remat: str) -> float:
+        return hardware_flops_per_token(dataclasses.replace(model, remat=remat), seq_len)
+
+    ways = itertools.combinations_with_replacement(KEPT, model.layers)
+    fitting = [",".join(f"{name}=1" for name in way) for way in ways if sum(map(KEPT.get, way)) <= 150 - BASE]
+    assert sum(KEPT[name] for name in policies_by_layer(model.remat, model.segments)) <= 150 - BASE
+    assert flops(model.remat) == pytest.approx(min(map(flops, fitting)))
+
+
+def test_what_cannot_be_fitted_is_named(measured, finished):
+    run = runs.run_config(finished)
+    with pytest.raises(UsageError, match=r"with every block computed again a step takes 0\.078 GiB"):
+        fitted_here(run, MemoryBudget(BASE - 1 << 20))
+    with pytest.raises(UsageError, match="--fit: cpu does not say how much memory it has; give --within SIZE"):
+        fitted_here(run, MemoryBudget(None))
+    with pytest.raises(UsageError, match="--host: how long copies to the host take is known of"):
+        fitted_here(run, MemoryBudget(1 << 30, 1 << 30))
+
+
+def test_devices_say_what_fits(measured, finished, monkeypatch):
+    """95% of 200 MiB are room for one layer that keeps its attention, and not for one that keeps all."""
+    device = SimpleNamespace(device_kind="TPU", platform="tpu", memory_stats=lambda: {"bytes_limit": 200 << 20})
+    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    assert fitted_here(runs.run_config(finished), MemoryBudget(None)).model.remat == "elementwise"
+
+
+def test_the_step_is_compiled_for_the_devices_that_are_here(finished):
+    """With nothing computed again it takes more; the trained step is the program that was measured."""
+    run = runs.run_config(finished)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=4))
+    none, full = (
+        compile_step.step_memory_here(dataclasses.replace(run, model=dataclasses.replace(run.model, remat=remat)))
+        for remat in ("none", "full")
+    )
+    assert none[0] > full[0] > 0
+    assert none[1] == full[1] == 0
+
+
+def test_several_runs_in_one_step_have_remats_of_their_own(capsys):
+    assert cli.main(["train", "quickstart", "--together", "runs.toml", "--within", "1"]) == 2
+    assert "give each its model.remat" in capsys.readouterr().err
