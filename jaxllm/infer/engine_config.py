@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxllm.config import renamed_fields
+from jaxllm.infer.pools.pool_argument import PoolSizes
 
 SamplerKind = Literal["plain", "full"]
 DRAFT_TOKENS = 4
@@ -69,6 +70,8 @@ class EngineConfig:
             ``stage`` axis, by which ``Engine.of`` sets it. A step decodes one token of a sequence.
         draft_runs: with ``stages`` and ``speculate``: runs of a sequence that may be in flight, each of up to
             ``verify_tokens`` draft tokens (PipeInfer); 1: the next draft waits for the verification of the one before.
+        pools: prefill and decode on engines of their own, such as "prefill=tensor:2 x1, decode=tensor:4 x1", see
+            ``PoolSizes``; the other sizes are those of each engine. None: every engine does both.
     """
 
     max_sequences: int = 16
@@ -100,6 +103,7 @@ class EngineConfig:
     layer_window: int = 0
     stages: int = 1
     draft_runs: int = 1
+    pools: str | None = None
 
     def __post_init__(self) -> None:
         self._check_adapters()
@@ -169,6 +173,27 @@ class EngineConfig:
             raise ValueError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
         self._check_streamed()
         self._check_stages()
+        if self.pools is not None:
+            self._check_pools(self.pools)
+
+    def _check_pools(self, pools: str) -> None:
+        """Checks what goes with disaggregated pools."""
+        PoolSizes.parse(pools)
+        wrong = {
+            f"speculate = {self.speculate!r}": self.speculate is not None,
+            f"verify_tokens = {self.verify_tokens} (speculation)": self.verify_tokens > 0,
+            f"adapter_slots = {self.adapter_slots}": self.adapter_slots > 0,
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages} (a mesh with stage)": self.stages > 1,
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}, which encodes whole pages,": self.residual_window > 0,
+            f"kv_dtype = {self.kv_dtype!r}, which reorders channels,": self.orders_channels,
+            f"kv_host_gib = {self.kv_host_gib}": self.kv_host_gib > 0,
+            f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
+            "batch_invariant (one program for all steps)": self.batch_invariant,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(f"engine: {name} does not go with pools = {pools!r}: leave one of them out.")
 
     def _check_stages(self) -> None:
         """Checks what goes with pipeline stages."""

@@ -51,6 +51,9 @@ from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.page_tiers import PageTiers
+from jaxllm.infer.pools.page_transfer import PageTransfers
+from jaxllm.infer.pools.pool_schedulers import PoolSchedulers
+from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
@@ -76,7 +79,7 @@ from jaxllm.text import Tokenizer
 from pallas_kernels.paged_attention.retention import by_scores
 
 
-@dataclass
+@dataclass(eq=False)
 class _StepInFlight:
     """Step that the device has been told to run, with the plan of each replica, and the side work before it."""
 
@@ -85,6 +88,11 @@ class _StepInFlight:
     result: Any
     room: StepRoom
     beside: Any = None
+
+    @property
+    def engine(self) -> int:
+        """Number of the engine of the pools that computes it; 0 without pools."""
+        return self.plans[0].replica
 
 
 class Engine:
@@ -137,18 +145,27 @@ class Engine:
         rules = [rule for group in spec.groups for rule in group.rules]
         self.page_tiers = PageTiers(runner, config)
         self.channel_order: ChannelOrder | None = None
-        one = functools.partial(
-            Scheduler, config, windows, list(spec.pages), spec.page_size, spec.columns, state, rules, proposer,
-            self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
-            self.page_tiers.store, spec.tables, self.draft_runs,
-        )  # fmt: skip
-        many = spec.replicas > 1
-        self.scheduler: StepScheduler = ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
-        self._last_result_time = clock()
-        self.paused, self.version = False, 0
         self.metrics = EngineMetrics()
-        self.side_work: SideWork | None = None
         self._in_flight: deque[_StepInFlight] = deque()
+
+        def one(kind: type[Scheduler] = Scheduler, pages: tuple[int, ...] = spec.pages) -> Scheduler:
+            return kind(
+                config, windows, list(pages), spec.page_size, spec.columns, state, rules, proposer,
+                self.adapter_slots, self.draft_length, max(group.residual for group in spec.groups),
+                self.page_tiers.store, spec.tables, self.draft_runs,
+            )  # fmt: skip
+
+        self.pools: PoolSchedulers | None = None
+        if isinstance(runner, PooledRunner):
+            moving = PageTransfers(runner, self.metrics)
+            self.pools = PoolSchedulers(config, one, moving, state, lambda: [step.engine for step in self._in_flight])
+        many = spec.replicas > 1
+        self.scheduler: StepScheduler = self.pools or (
+            ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
+        )
+        self._last_result_times: dict[int, float] = {}
+        self.paused, self.version = False, 0
+        self.side_work: SideWork | None = None
         self._cancelled: list[OutputDelta] = []
         self._selector = CandidateSelector(self.submit, self.cancel)
         self._request_ids = itertools.count()
@@ -241,7 +258,9 @@ class Engine:
             )
         reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
         may_choose = config.speculate is None and proposer is None and order is None and streamed is None
-        make = StagedRunner if staged is not None else ModelRunner
+        may_choose &= config.pools is None
+        make = ModelRunner if staged is None else StagedRunner
+        make = PooledRunner if config.pools is not None else make
         if streamed is not None:
             make = functools.partial(StreamedRunner, weights=streamed)
         runner = make(
@@ -502,7 +521,9 @@ class Engine:
         Raises:
             Exception: a program could not be compiled.
         """
-        if self.runner.program_cache is not None:
+        if isinstance(self.runner, PooledRunner):
+            self.runner.wait()
+        elif self.runner.program_cache is not None:
             self.runner.program_cache.wait()
 
     def pause(self) -> None:
@@ -556,18 +577,19 @@ class Engine:
         out, self._cancelled = self._cancelled, []
         if self.paused and not (out or self._in_flight or self.scheduler.idle):
             raise RuntimeError("the engine is paused: call resume() first.")
-        while self.draft_runs is not None and self._in_flight and self._in_flight[0].result.is_ready():
-            out += self._process_result(self._in_flight.popleft())
+        while (landed := self._landed()) is not None:
+            self._in_flight.remove(landed)
+            out += self._process_result(landed)
         plans = [] if self.paused or self.scheduler.idle else self.scheduler.plans()
-        for replica, plan in enumerate(plans):
-            self.page_tiers.transfer(replica, plan)
-            self._seat(replica, plan)
+        for plan in plans:
+            self.page_tiers.transfer(plan.replica, plan)
+            self._seat(plan.replica, plan)
         started = 0
         if self.side_work is not None and self.scheduler.idle and not (out or self._in_flight or self.paused):
             self.side_work.run_alone()
         if any(plan.chunks for plan in plans):
-            if not self._in_flight:
-                self._last_result_time = self.scheduler.policy_state.clock()
+            if all(step.engine != plans[0].replica for step in self._in_flight):
+                self._last_result_times[plans[0].replica] = self.scheduler.policy_state.clock()
             try:
                 self._in_flight.append(self._start_step(plans))
                 started = 1
@@ -575,6 +597,8 @@ class Engine:
                 out += self._fail_step(plans, error)
         if self._is_due(started=started > 0, told=bool(out)):
             out += self._process_result(self._in_flight.popleft())
+        elif self.pools and not (plans or out) and self.pools.wait_any(step.result for step in self._in_flight):
+            pass  # the next call has something to do
         elif not (plans or self.paused or out or self.scheduler.idle or self._waits_for_adapter()):
             raise RuntimeError("the engine has requests but its scheduler found nothing to compute; this is a bug.")
         selected = self._selector.select(out)
@@ -585,6 +609,13 @@ class Engine:
 
     # Parts of a step
 
+    def _landed(self) -> _StepInFlight | None:
+        """Oldest step whose result is there, where the host does not wait for it before it starts others."""
+        if self.pools is not None:  # an engine's steps land in order, and those of several in any
+            return next((step for step in self._in_flight if step.result.is_ready()), None)
+        first = self._in_flight[0] if self.draft_runs is not None and self._in_flight else None
+        return first if first is not None and first.result.is_ready() else None
+
     def _is_due(self, *, started: bool, told: bool) -> bool:
         """Whether to wait for the oldest step in flight: while the devices have another, or nothing else is to be done.
 
@@ -592,6 +623,8 @@ class Engine:
             started: a step was started just now.
             told: there is output already.
         """
+        if self.pools is not None:
+            return False  # see ``PoolSchedulers.wait_any``
         if self.draft_runs is not None:
             return bool(self._in_flight) and not (started or told)
         return len(self._in_flight) > started * self.config.stages
@@ -616,10 +649,11 @@ class Engine:
         """Packs the inputs of all replicas and starts the step on the device."""
         runner, metrics = self.runner, self.metrics
         many, tokens = max(len(plan.chunks) for plan in plans), max(plan.tokens for plan in plans)
-        shape = runner.choose(many, tokens, **step_inputs.program_kind(plans))
-        packed = np.zeros((len(plans), shape.inputs.size), np.int32)
-        for own, plan, tables in zip(packed, plans, self.scheduler.page_tables, strict=True):
-            step_inputs.fill(plan, shape, tables, shape.inputs.views(own), self.adapter_slots)
+        where = {} if self.pools is None else {"engine": plans[0].replica}
+        shape = runner.choose(many, tokens, **step_inputs.program_kind(plans), **where)
+        packed, tables = np.zeros((len(plans), shape.inputs.size), np.int32), self.scheduler.page_tables
+        for own, plan in zip(packed, plans, strict=True):
+            step_inputs.fill(plan, shape, tables[plan.replica], shape.inputs.views(own), self.adapter_slots)
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
         metrics.steps += 1
@@ -627,7 +661,7 @@ class Engine:
         room = StepRoom(shape.name, max(0, most - tokens), max(plan.steps for plan in plans) if shape.decode else 1)
         beside = None if self.side_work is None else self.side_work.fill(room)
         masks = step_inputs.grammar_masks(plans, shape, mask_width(runner.spec.vocab)) if shape.full else None
-        result = runner.run(shape, packed) if masks is None else runner.run(shape, packed, masks)
+        result = runner.run(shape, packed, *([] if masks is None else [masks]), **where)
         return _StepInFlight(plans, shape, result, room, beside)
 
     def _fail_step(self, plans: list[StepPlan], error: StepFailedError) -> list[OutputDelta]:
@@ -648,7 +682,7 @@ class Engine:
         rows = np.asarray(step.result)
         state = self.scheduler.policy_state
         now = state.clock()
-        seconds = now - self._last_result_time
+        seconds = now - self._last_result_times[step.engine]
         if self.side_work is not None:
             seconds = self.side_work.landed(step.room, step.beside, seconds)
         if not step.shape.decode:
@@ -660,7 +694,7 @@ class Engine:
             out += self._replica_outputs(plan, step.shape, step.shape.outputs.views(own), work)
         windows = [group.window for group in self.runner.spec.groups]
         self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
-        self._last_result_time = now
+        self._last_result_times[step.engine] = now
         if self.draft_runs is not None:
             self._cancel_stale_steps()
         return out

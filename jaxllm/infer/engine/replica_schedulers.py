@@ -40,6 +40,11 @@ class ReplicaSchedulers:
         self.unassigned: list[Sequence] = []
 
     @property
+    def entrances(self) -> list[Scheduler]:
+        """Schedulers that new requests are assigned to."""
+        return self.schedulers
+
+    @property
     def idle(self) -> bool:
         """Whether there is no sequence to work on."""
         return not self.unassigned and all(one.idle for one in self.schedulers)
@@ -124,9 +129,10 @@ class ReplicaSchedulers:
         # All replicas run equally many decode steps: as many as the one that can run the fewest.
         most = 1 if self.unassigned else min((one.next_steps for one in self.schedulers if not one.idle), default=1)
         found = []
-        for one in self.schedulers:
+        for number, one in enumerate(self.schedulers):
             one.max_steps = most
             found.append(one.plan() or StepPlan(copies=[[] for _ in one.tables]))
+            found[-1].replica = number
         return found if any(plan.chunks or plan.swap_out for plan in found) else []
 
     def _assign(self) -> None:
@@ -148,9 +154,9 @@ class ReplicaSchedulers:
 
     def _choose_replica(self, sequence: Sequence) -> int | None:
         """Replica for a sequence; None if all are full."""
-        loads, slots = [len(one.sequences()) for one in self.schedulers], self.config.max_sequences
+        loads, slots = [len(one.sequences()) for one in self.entrances], self.config.max_sequences
         free = [r for r, load in enumerate(loads) if load < slots and load - min(loads) <= max(1, slots // 4)]
-        return min(free, key=lambda r: (-self._cached_columns(self.schedulers[r], sequence), loads[r]), default=None)
+        return min(free, key=lambda r: (-self._cached_columns(self.entrances[r], sequence), loads[r]), default=None)
 
     def _cached_columns(self, one: Scheduler, sequence: Sequence) -> int:
         """Number of pages of the sequence's prefix that a replica has in its prefix cache."""

@@ -65,6 +65,7 @@ class StepPlan:
         admitted: sequences that got a slot.
         speculates: tokens were to be proposed for some of its sequences.
         drafting_seconds: time that the proposer took.
+        replica: data-parallel replica that computes it, or engine of disaggregated pools.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -77,6 +78,7 @@ class StepPlan:
     admitted: list[Sequence] = field(default_factory=list)
     speculates: bool = False
     drafting_seconds: float = 0.0
+    replica: int = 0
 
     @property
     def is_stale(self) -> bool:
@@ -109,7 +111,7 @@ class StepScheduler(Protocol):
 
     @property
     def page_tables(self) -> list[list[np.ndarray]]:
-        """Page tables by replica and layer group, int32[R, J]."""
+        """Page tables by replica (or engine of the pools) and layer group, int32[R, J]."""
         ...
 
     @property
@@ -177,5 +179,5 @@ class StepScheduler(Protocol):
         ...
 
     def plans(self) -> list[StepPlan]:
-        """Plans of the next step, one per replica; none if nothing can be computed now."""
+        """Plans of the next step, one per replica, or that of one engine of pools; none if nothing can be computed."""
         ...

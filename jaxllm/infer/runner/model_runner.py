@@ -74,6 +74,8 @@ class ModelRunner:
     """
 
     follows = False
+    phase: str = ""
+    """Phase of the steps: "prefill" or "decode" in an engine of disaggregated pools, else "": both."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class ModelRunner:
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
-        own = [jax.process_index()] if self.spans_processes else []
+        own = [*filter(None, [self.phase]), *([jax.process_index()] if self.spans_processes else [])]
 
         def cache_of(weights: Any) -> ProgramCache:
             key = [
@@ -366,7 +368,7 @@ class ModelRunner:
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
         else:
-            largest = self.shape(self.config.max_batched_tokens, False, "full" in self.config.samplers)
+            largest = by_usefulness(self._shapes)[0][0]
             compiled = self.program_cache.compile_all(self._programs_of(largest))
             temporaries = max(one.memory.temp_size_in_bytes for one in compiled.values())
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0

@@ -1,0 +1,200 @@
+"""Phase runner: a model runner of one engine of a pool, on devices of its own, with the programs of one phase.
+
+Besides the steps of its phase it has the programs that give pages to another pool, or take them. A program of either
+kind is for 1, 2, 4, 8 or 16 pages, so that any number of pages travels without padding.
+
+Legend: B replicas (1), L layers, P pages of the pool, M pages of a transfer, K kv heads of this pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+import sharding
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.model_runner import ModelRunner
+from jaxllm.infer.runner.page_programs import read_pages, write_pages
+from jaxllm.infer.runner.paged_cache import TRANSFER_AXES, LayerGroup
+from jaxllm.infer.runner.program_cache import EngineProgram
+from jaxllm.infer.runner.serving_mesh import put
+from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.models import Functional
+from pallas_kernels.paged_attention import Slots
+
+Phase = Literal["prefill", "decode"]
+One = TypeVar("One")
+PAGE_COUNTS = (16, 8, 4, 2, 1)
+"""Pages that one program gives or takes."""
+
+
+class PhaseRunner(ModelRunner):
+    """Runner of one engine of a pool; see ``ModelRunner``.
+
+    Args:
+        model, params: model and all of its weights, on any devices; they are copied to the engine's.
+        config: sizes of the engine.
+        phase: the phase of its pool.
+        devices: devices of this engine.
+        taker_shards: of a prefill engine: over how many devices a decode engine splits its kv heads.
+        device_count: devices of all engines in this process.
+        options: of ``ModelRunner``.
+
+    Attributes:
+        phase, devices: as given.
+    """
+
+    def __init__(
+        self,
+        model: Functional,
+        params: Any,
+        config: EngineConfig,
+        phase: Phase,
+        devices: Sequence[Any],
+        taker_shards: int,
+        device_count: int,
+        **options: Any,
+    ):
+        self.phase, self.devices, self._taker_shards, self._every = phase, tuple(devices), taker_shards, device_count
+        mesh = None
+        if len(devices) > 1:
+            mesh = sharding.MeshSpec.parse(f"tensor={len(devices)}").build(devices)
+        else:
+            there = jax.sharding.SingleDeviceSharding(devices[0])
+            params = jax.tree.map(lambda x: put(x, there), params)
+        super().__init__(model, params, config, mesh=mesh, **options)
+
+    def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
+        """See ``Runner``; all steps are of this pool's phase, a chunk of one token too."""
+        return super().choose(requests, tokens, decode=self.phase == "decode", full=full)
+
+    # Pages to and from other engines
+
+    def give(self, group: int, pages: list[int]) -> Iterator[tuple[list[int], tuple[Slots, ...]]]:
+        """Reads pages for a decode engine, behind the steps that were started.
+
+        Yields:
+            some of the pages, and their contents in parts, one for each device of the decode engine: ``Slots`` of
+            [L, M, K of that device, ...], with every device of this engine.
+        """
+        for some in counted(pages):
+            with self._on_mesh():
+                yield some, self.programs[f"give-{group}-{len(some)}"](self.pools[group], self._numbers(some))
+
+    def take(self, group: int, pages: list[int], held: Slots) -> None:
+        """Writes pages that have arrived, ``[L, M, K, ...]`` on this engine's devices, before the steps to come."""
+        with self._on_mesh():
+            pool = self.programs[f"take-{group}-{len(pages)}"](self.pools[group], self._numbers(pages), held)
+        self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
+
+    def assembled(self, parts: Sequence[Slots]) -> Slots:
+        """Parts that ``give`` has made, copied to this engine's devices, as one array split over them.
+
+        The copies are asynchronous, and each device gets its own part of the kv heads alone.
+        """
+        mesh = self.mesh
+        if mesh is None:
+            return jax.tree.map(lambda x: jax.device_put(_copy_near(x, 0, 1), self.devices[0]), parts[0])
+        devices, place = list(mesh.devices.flat), self._sharding(*TRANSFER_AXES)
+
+        def joined(*parts: Array) -> Array:
+            sent = [jax.device_put(_copy_near(x, n, len(parts)), devices[n]) for n, x in enumerate(parts)]
+            layers, pages, heads, *rest = parts[0].shape
+            return jax.make_array_from_single_device_arrays((layers, pages, heads * len(parts), *rest), place, sent)
+
+        return jax.tree.map(joined, *parts)
+
+    def _numbers(self, pages: list[int]) -> Any:
+        return put(np.asarray([pages], np.int32), self._per_replica)
+
+    # Programs
+
+    @functools.cached_property
+    def _shapes(self) -> list[StepShape]:
+        """See ``ModelRunner``: those of the pool's phase."""
+        return [shape for shape in super()._shapes if shape.decode == (self.phase == "decode")]
+
+    def _programs(self) -> tuple[list[EngineProgram], int]:
+        """See ``ModelRunner``; pages travel from the first request on."""
+        programs, first = super()._programs()
+        moving = [
+            self._giving(group, count) if self.phase == "prefill" else self._taking(group, count)
+            for group in range(len(self.spec.groups))
+            for count in PAGE_COUNTS
+        ]
+        return [*moving, *programs], first + len(moving)
+
+    def _giving(self, group: int, count: int) -> EngineProgram:
+        own, shards = self.spec.groups[group], self._taker_shards
+        run = functools.partial(self._by_rules(cut_pages), group=own, held_by=self._shards, shards=shards)
+        arguments = {"pool": self._abstract_pools()[group], "pages": self._abstract_ints(count)}
+        return EngineProgram(f"give-{group}-{count}", run, arguments, key=[self._shards, shards])
+
+    def _taking(self, group: int, count: int) -> EngineProgram:
+        pool, place = self._abstract_pools()[group], self._sharding(*TRANSFER_AXES)
+        held = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype, sharding=place), pool.in_pages()
+        )
+        arguments = {"pool": pool, "pages": self._abstract_ints(count), "held": held}
+        return EngineProgram(f"take-{group}-{count}", self._by_rules(write_pages), arguments, donated=("pool",))
+
+    @property
+    def _device_count(self) -> int:
+        """Devices that share the host's memory, where it is theirs."""
+        return self._every
+
+
+def cut_pages(
+    rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], *, group: LayerGroup, held_by: int, shards: int
+) -> tuple[Slots, ...]:
+    """Gathers pages of one pool for another, cut into the parts that the other's devices hold.
+
+    Where there are fewer kv heads than devices, a pool has copies of them, see ``replicate_kv_heads``: those that the
+    other has not are left out, and those that it has besides are added.
+
+    Args:
+        rules: sharding rules of this pool's engine.
+        pool: pages of this pool.
+        pages: pages to give.
+        group: the layers of both pools.
+        held_by: shards of the kv heads of this pool.
+        shards: shards of the kv heads of the other pool.
+    """
+    heads = group.kv_spec.kv_heads
+    here, there = (group.format(n).kv_heads // heads for n in (held_by, shards))
+
+    def cut(x: Array) -> list[Array]:
+        if here != there:
+            layers, count, _, *rest = x.shape
+            once = x[:, :, ::here]
+            copied = jnp.broadcast_to(once[:, :, :, None], (layers, count, heads, there, *rest))
+            x = copied.reshape(layers, count, heads * there, *rest)
+        return jnp.split(x, shards, axis=2)
+
+    found = jax.tree.map(cut, read_pages(rules, pool, pages))
+    return tuple(jax.tree.map(lambda parts: parts[n], found, is_leaf=_is_parts) for n in range(shards))
+
+
+def counted(items: list[One]) -> Iterator[list[One]]:
+    """Splits a list into lists of ``PAGE_COUNTS`` items, the longest first."""
+    at = 0
+    while at < len(items):
+        size = next(count for count in PAGE_COUNTS if count <= len(items) - at)
+        yield list(itertools.islice(items, at, at + size))
+        at += size
+
+
+def _is_parts(x: Any) -> bool:
+    return isinstance(x, list)
+
+
+def _copy_near(x: Array, part: int, parts: int) -> Array:
+    """Copy of a replicated array on one of its devices, so that the copies that are sent come from all of them."""
+    return x.addressable_data(part * len(x.addressable_shards) // parts)
