@@ -105,6 +105,26 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
         raise UsageError(f"--offload: {error}") from None
 
 
+def check_pools(pools: str | None, mesh: str | None, offload: str | None) -> None:
+    """Checks ``--pools`` before a model is loaded.
+
+    Raises:
+        UsageError: it is not legal, does not go with ``--mesh`` or ``--offload``, or there are fewer devices.
+    """
+    if pools is None:
+        return
+    for option, given in (("--mesh", mesh), ("--offload", offload)):
+        if given is not None:
+            raise UsageError(f"--pools has engines with meshes and weights of their own; leave {option} out.")
+    from jaxllm.infer import EngineConfig
+    from jaxllm.infer.pools.pooled_runner import check_pools as check
+
+    try:
+        check(EngineConfig(pools=pools))
+    except ValueError as error:
+        raise UsageError(f"--pools: {error}") from None
+
+
 def check_speculation(speculate: str | None, tokens: int | None, runs: int = 1, mesh: str | None = None) -> None:
     """Checks ``--speculate``, ``--speculate-tokens`` and ``--speculate-runs`` before a model is loaded.
 

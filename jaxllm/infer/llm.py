@@ -175,8 +175,8 @@ class LLM:
                 path=self.loaded.path,
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
-        staged = self.engine.config.stages > 1
-        if over is not None or staged or (layers == "auto" and has_unstacked_layers(held)):
+        several = self.engine.config.stages > 1 or self.engine.config.pools is not None
+        if over is not None or several or (layers == "auto" and has_unstacked_layers(held)):
             # Keep only the engine's copy of the weights.
             self.loaded = replace(self.loaded, params=held, mesh=over or self.loaded.mesh)
 

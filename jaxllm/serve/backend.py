@@ -14,6 +14,7 @@ from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
@@ -178,6 +179,12 @@ class EngineBackend:
             }
         if isinstance(self._engine.runner, StreamedRunner):
             counters |= self._engine.runner.counters()
+        if self._engine.pools is not None:
+            counters |= {
+                "kv_pages_moved": metrics.moved_pages,
+                "kv_bytes_moved": metrics.moved_bytes,
+                "kv_pages_shared": self._engine.pools.shared_pages,
+            }
         if (beside := self._engine.side_work) is not None:
             counters |= beside.counters()
         if speculates := self._engine.config.verify_tokens > 0:
@@ -245,7 +252,8 @@ def describe(engine: Engine) -> dict[str, Any]:
     if (store := engine.page_tiers.store) is not None:
         out.setdefault("cache", {})["tiers"] = store.report()
     if leaves:
-        devices = sorted(leaves[0].sharding.device_set, key=lambda d: d.id)
+        found = runner.devices if isinstance(runner, PooledRunner) else leaves[0].sharding.device_set
+        devices = sorted(found, key=lambda d: d.id)
         out["devices"] = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in devices]
     if runner.program_cache is not None:
         counts = dataclasses.asdict(runner.program_cache.counts)

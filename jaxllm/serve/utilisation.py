@@ -13,6 +13,7 @@ from typing import Any
 from jaxllm.compiler.device_peaks import Peak, peak_of
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.engine_metrics import ProgramMetrics
+from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.models import DecoderConfig
 from jaxllm.train.model_flops import forward_flops_per_token
@@ -43,13 +44,13 @@ def program_utilisation(engine: Engine) -> dict[str, ProgramUtilisation]:
     runner = engine.runner
     if runner.model is None:
         return {}
-    config = runner.model.config
-    weights, cached = weight_bytes(config, runner.params), cached_bytes(runner)
-    devices = jax.tree.leaves(runner.params)[0].sharding.device_set
-    peak, many = peak_of(next(iter(devices)).device_kind), len(devices)
-    out = {}
+    config, out = runner.model.config, {}
     for name, program in list(engine.metrics.programs.items()):
         if program.seconds > 0 and program.tokens:
+            one = runner.runner_of(name) if isinstance(runner, PooledRunner) else runner
+            weights, cached = weight_bytes(config, one.params), cached_bytes(one)
+            devices = jax.tree.leaves(one.params)[0].sharding.device_set
+            peak, many = peak_of(next(iter(devices)).device_kind), len(devices)
             flops = model_flops(config, program)
             moved = None if weights is None else program.passes * weights + cache_bytes(cached, program)
             out[name] = ProgramUtilisation(

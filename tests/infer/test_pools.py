@@ -1,26 +1,51 @@
-"""Disaggregated pools: what the argument says, what is refused, and that prefill and decode apart are both together."""
+"""Disaggregated pools: what the argument says, what is refused, which pages move, and that all of them come back."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
-from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.engine.page_allocator import NO_PAGE
+from jaxllm.config import ConfigError
+from jaxllm.infer import Engine, EngineConfig, SamplingParams
+from jaxllm.infer.pools.page_transfer import PageTransfer
 from jaxllm.infer.pools.phase_runner import counted
 from jaxllm.infer.pools.pool_argument import PoolSizes
 from jaxllm.infer.pools.pooled_runner import PooledRunner
+from jaxllm.posttrain.coserve.finetune_run import check_engine
 from tests.infer import engines, meshes
+from tests.infer.test_verification import equal, plainly_sampled
 
-SMALL = dataclasses.replace(engines.ENGINES["tight, recompute"], max_sequences=3)
-GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=0)
+SMALL = dataclasses.replace(
+    engines.ENGINES["tight, recompute"], max_sequences=2, max_batched_tokens=8, buckets=(8,), samplers=("plain",)
+)
+POOLS = "prefill=tensor:1, decode=tensor:2"
+PAGE = 2 * 2 * 2 * 8 * 4 * 8
+"""Bytes of a page: keys and values, layers, kv heads, head dim, slots, float64."""
 
 
-def pooled(pools: str, model: str, config: EngineConfig = SMALL, dtype: str = "float64", **fields: object) -> Engine:
-    return engines.build(dataclasses.replace(config, pools=pools), model, dtype, **fields)
+@functools.cache
+def both() -> tuple[Engine, Engine]:
+    """A colocated engine, and pools; others may have used them."""
+    plain = engines.build(SMALL, "llama", "float64")
+    return plain, engines.build(dataclasses.replace(SMALL, pools=POOLS), "llama", "float64")
+
+
+def asked(*prompts: list[int], tokens: int = 6, **fields: Any) -> list[dict[str, Any]]:
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, **fields)
+    return [{"prompt": prompt, "params": params} for prompt in prompts]
+
+
+def moved(engine: Engine, requests: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """Pages and bytes that requests moved, and pages that they shared."""
+    assert engine.pools is not None
+    metrics, shared = dataclasses.replace(engine.metrics), engine.pools.shared_pages
+    engines.serve(engine, requests)
+    pages, bytes_ = (getattr(engine.metrics, n) - getattr(metrics, n) for n in ("moved_pages", "moved_bytes"))
+    return pages, bytes_, engine.pools.shared_pages - shared
 
 
 def test_the_argument_says_engines_and_devices():
@@ -30,10 +55,154 @@ def test_the_argument_says_engines_and_devices():
     assert PoolSizes.parse("decode = tensor:1 x2,prefill=tensor:1x1").decode.engines == 2
 
 
-def test_tight(float64):
-    rng = np.random.default_rng(0)
-    engine = pooled("prefill=tensor:1, decode=tensor:2 x2", "llama")
-    asked = engines.traffic(rng, engine.config, 14)
-    made = engines.serve(engine, asked)
-    print(engine.metrics, engine.pools.shared_pages, engine.scheduler.preemptions)
-    assert engines.error("llama", "float64", made) < 1e-10
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prefill", "cannot read 'prefill'; write them as"),
+        ("prefill=tensor:2 y3, decode=tensor:1", "cannot read 'prefill=tensor:2 y3'"),
+        ("prefill=tensor:2", "both pools are needed"),
+        ("prefill=tensor:2, prefill=tensor:2", "'prefill' is given twice"),
+        ("prefill=tensor:2, attention=tensor:2", "'attention' is no pool; give prefill and decode"),
+        ("prefill=data:2, decode=tensor:2", r"split over tensor, not over data; several engines \(xN\)"),
+        ("prefill=tensor:2 x0, decode=tensor:2", "give prefill 1 or more engines and devices"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(pools=text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"speculate": "ngram"},
+        {"verify_tokens": 2},
+        {"adapter_slots": 1},
+        {"layer_window": 1},
+        {"stages": 2},
+        {"retention": "window+sinks", "prefix_cache": False},
+        {"kv_dtype": "kivi4"},
+        {"kv_host_gib": 1.0},
+        {"kv_disk": "x"},
+        {"batch_invariant": True, "preemption": "swap", "samplers": ("full",), "decode_steps": 1},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_does_not_go_with_pools_is_named(fields):
+    EngineConfig(**fields)
+    with pytest.raises(ValueError, match=rf"{next(iter(fields))}.* does not go with pools = '{POOLS}'"):
+        EngineConfig(pools=POOLS, **fields)
+
+
+def test_meshes_and_devices_that_do_not_go_with_pools_are_named():
+    config = dataclasses.replace(SMALL, pools=POOLS)
+    with pytest.raises(ValueError, match="have meshes of their own, and mesh = .*leave it out"):
+        meshes.over("tensor=2", "llama", config)
+    with pytest.raises(ValueError, match=r"need 20 devices, and there are 8"):
+        engines.build(dataclasses.replace(SMALL, pools="prefill=tensor:4 x3, decode=tensor:4 x2"), "llama")
+
+
+def test_pages_travel_in_powers_of_two():
+    assert [len(some) for some in counted(list(range(45)))] == [16, 16, 8, 4, 1]
+    assert [page for some in counted(list(range(45))) for page in some] == list(range(45))
+
+
+def test_tokens_are_those_of_one_engine(rng, float64):
+    plain, apart = both()
+    requests = plainly_sampled(rng)
+    want = engines.serve(plain, requests)
+    equal(engines.serve(apart, requests), want)
+    runner = apart.runner
+    assert isinstance(runner, PooledRunner)
+    assert [one.devices for one in runner.engines] == [(jax.devices()[0],), tuple(jax.devices()[1:3])]
+    steps = {name.split("-")[0] for name in runner.programs}
+    assert steps == {"give", "prompt", "take", "decode"}
+    with pytest.raises(ConfigError, match="serve without --pools"):
+        check_engine(apart, 8)
+
+
+def test_pages_move_once_by_the_formula(float64):
+    """Of a prompt of 11 tokens in pages of 4 three move; what the decode pool has does not move again."""
+    _, apart = both()
+    first, second = list(range(20, 31)), list(range(20, 28))
+    assert moved(apart, asked(first)) == (3, 3 * PAGE, 0)
+    assert moved(apart, asked(first)) == (1, PAGE, 2)
+    assert moved(apart, asked([*second, 3, 2, 1, 5, 6])) == (2, 2 * PAGE, 2)
+    assert moved(apart, asked(second)) == (0, 0, 2), "whole pages alone: the next token begins another"
+    assert moved(apart, asked([7, 7, 7, 7, 7], tokens=1)) == (0, 0, 0), "the prefill pool gives the only token"
+
+
+def test_completions_of_a_request_share_its_pages(float64):
+    plain, apart = both()
+    requests = asked(list(range(13)), n=3)
+    want = engines.serve(plain, requests)
+    equal(engines.serve(apart, requests), want)
+
+
+def test_pages_on_their_way_come_back_when_a_request_ends(float64, monkeypatch):
+    """While its pages travel, a request is cancelled; another ends with its second token."""
+    plain, apart = both()
+    stop = engines.serve(plain, asked([5, 4, 3]))[0].sequences[0].tokens[4]
+    pools = apart.pools
+    assert pools is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(PageTransfer, "has_arrived", False)
+        request = apart.submit([1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=9))
+        while not pools.decode[0].arriving:
+            apart.step()
+        assert list(pools.decode[0].arriving) == request.sequences
+        engines.check_books(apart)
+        apart.cancel(request)
+        engines.check_books(apart)
+        assert all(pages.available == pages.count for pages in pools.pages)
+    (stopped,) = engines.serve(apart, asked([5, 4, 3], stop_ids=(stop,)))
+    assert stopped.sequences[0].finish == "stop"
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_sequences_go_on(float64, rng, preemption):
+    """Two sequences that together need more pages than the decode pool has."""
+    config = dataclasses.replace(SMALL, pools=POOLS, preemption=preemption, page_size=4, pages=17)
+    plain, apart = both()
+    if preemption == "swap":
+        apart = engines.build(config, "llama", "float64")
+    assert apart.pools is not None
+    requests = asked(*(rng.integers(0, engines.VOCAB, 20).tolist() for _ in range(2)), tokens=40)
+    want = engines.serve(plain, requests)
+    before = sum(one.preemptions for one in apart.pools.decode)
+    equal(engines.serve(apart, requests), want)
+    assert sum(one.preemptions for one in apart.pools.decode) > before
+
+
+def test_weights_are_swapped_in_all_engines(float64, rng):
+    plain, apart = both()
+    others = engines.params_of("llama", "float64", 5)
+    prompt = rng.integers(0, engines.VOCAB, 9).tolist()
+    found = []
+    for engine in (plain, apart):
+        engine.swap(others)
+        found.append(engines.serve(engine, asked(prompt)))
+        request = engine.submit(prompt, SamplingParams(max_tokens=30, temperature=0.0))
+        while len(request.sequences[0].tokens) < 9 + 5:
+            engine.step()
+        engine.swap(engines.params_of("llama", "float64"))
+        engines.check_books(engine)
+        while engine.busy:
+            engine.step()
+        assert len(set(request.sequences[0].versions)) == 2
+    equal(*found)
+    with pytest.raises(ValueError, match="the weights have another structure"):
+        apart.swap({})
+
+
+def test_several_engines_of_a_pool_serve(float64, rng):
+    """Four engines; kv heads that are copied for each device of the prefill pool are sent once."""
+    config = dataclasses.replace(SMALL, pools="prefill=tensor:4, decode=tensor:1 x2")
+    plain, _ = both()
+    apart = engines.build(config, "llama", "float64")
+    requests = plainly_sampled(rng) * 2
+    want = engines.serve(plain, requests)
+    equal(engines.serve(apart, requests), want)
+    assert apart.pools is not None
+    assert apart.metrics.moved_bytes == apart.metrics.moved_pages * PAGE
+    assert all(pages.registered() for pages in apart.pools.pages), "every engine has computed something"

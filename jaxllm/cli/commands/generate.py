@@ -12,7 +12,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_pools, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
 from jaxllm.infer.engine.policies import BatchPolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
@@ -52,6 +52,7 @@ def generate(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "auto",
         mesh: str | None = None,
+        pools: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
         speculate_runs: int = 1,
@@ -94,6 +95,9 @@ def generate(argv: list[str]) -> int:
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
                 that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
+            pools: prefill and decode on engines of their own, each with a copy of the weights, such as
+                "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
+                (docs/serve/pools.md); instead of --mesh.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
                 trained layer over the model's features drafts, mtp what the model's own module for multi-token
@@ -122,6 +126,7 @@ def generate(argv: list[str]) -> int:
         check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         check_kv_cache(kv_format, kv_keep)
         check_offload(offload, mesh)
+        check_pools(pools, mesh, offload)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
         of_prompt = {
@@ -148,6 +153,7 @@ def generate(argv: list[str]) -> int:
             sizes = with_speculation(
                 with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
+            sizes = dataclasses.replace(sizes, pools=pools)
 
             def load() -> LLM:
                 found = load_with_progress(
@@ -158,6 +164,8 @@ def generate(argv: list[str]) -> int:
 
             return generate_batch(batch, out, name or Path(model).name, load)
         assert prompt is not None
+        if effort is not None and pools is not None:
+            raise UsageError("--effort of `jaxllm generate` is for one engine; leave --pools out, or serve with both.")
         if effort is not None and speculate is not None:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
@@ -182,7 +190,7 @@ def generate(argv: list[str]) -> int:
         sizes = single_user_config(
             loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )
-        llm = LLM(loaded, sizes)
+        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools))
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

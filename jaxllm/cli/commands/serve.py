@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import tyro
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_offload, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_offload, check_pools, check_speculation, load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
 from jaxllm.infer.engine.policies import PolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
@@ -64,6 +65,7 @@ def serve(argv: list[str]) -> int:
         kv_disk: Path | None = None,
         layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
+        pools: str | None = None,
         adapters: Path | None = None,
         adapter_slots: int = 32,
         adapter_rank: int = 64,
@@ -134,6 +136,9 @@ def serve(argv: list[str]) -> int:
                 `jaxllm compile --serve DIR --layers apart` or an earlier start, and stacked otherwise.
             mesh: device mesh, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Each replica has
                 --max-sequences and --max-batched-tokens of its own.
+            pools: prefill and decode on engines of their own, each with a copy of the weights, such as
+                "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
+                (docs/serve/pools.md); instead of --mesh.
             adapters: directory of LoRA adapters in PEFT's format, each in a directory whose name is its model name; or
                 one adapter (docs/serve/adapters.md).
             adapter_slots: with --adapters: adapters that can be on the device, and so in one step, at a time.
@@ -194,6 +199,7 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         check_offload(offload, mesh)
+        check_pools(pools, mesh, offload)
         if speculate_runs != 1:
             check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         config = ServeConfig(
@@ -218,6 +224,7 @@ def serve(argv: list[str]) -> int:
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
         )
+        sizes = dataclasses.replace(sizes, pools=pools)
         tuned = None
         if finetune is not None:
             from jaxllm.cli.finetune_arguments import finetune_config
@@ -228,6 +235,8 @@ def serve(argv: list[str]) -> int:
                 raise UsageError(
                     "--finetune trains beside weights on the device, which --offload streams; leave one out."
                 )
+            if pools is not None:
+                raise UsageError("--finetune trains beside an engine on one device, and --pools has several; leave one out.")
             if finetune_target <= 0 or finetune_tokens < 1:
                 raise UsageError("--finetune-target and --finetune-tokens: give positive numbers.")
             tuned = finetune_config(finetune, finetune_set, model)

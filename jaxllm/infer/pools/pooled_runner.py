@@ -79,7 +79,7 @@ class PooledRunner:
                 )
         self.prefill, self.decode = self.engines[: sizes.prefill.engines], self.engines[sizes.prefill.engines :]
 
-    # Of the first decode engine
+    # Of the first decode engine, where engines differ
 
     @property
     def spec(self) -> RunnerSpec:
@@ -120,6 +120,15 @@ class PooledRunner:
     def programs(self) -> dict[str, Any]:
         """Compiled programs by name; those of engines of one pool are alike."""
         return {**self.prefill[0].programs, **self.decode[0].programs}
+
+    @property
+    def devices(self) -> list[Any]:
+        """Devices of all engines, in the order of the engines."""
+        return [device for one in self.engines for device in one.devices]
+
+    def runner_of(self, program: str) -> PhaseRunner:
+        """Runner of an engine of the pool that a step's program is of; those of one pool are alike."""
+        return (self.decode if program in self.decode[0].programs else self.prefill)[0]
 
     # Of the engine that is named
 

@@ -151,6 +151,8 @@ def check_model(config: RunConfig, loaded: LoadedModel) -> None:
 def check_engine(engine: Engine, tokens: int) -> None:
     """Checks that an engine can run fine-tuning in units of so many tokens beside its steps; raises ConfigError."""
     runner, config = engine.runner, engine.config
+    if config.pools is not None:
+        raise ConfigError(f"fine-tuning beside an engine with pools = {config.pools!r}; serve without --pools.")
     if runner.mesh is not None and runner.mesh.size > 1:
         raise ConfigError(
             f"fine-tuning beside an engine on {runner.mesh.size} devices; serve on one: leave --mesh out."
