@@ -7,21 +7,22 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.infer import Engine, EngineConfig, SamplingParams
+from jaxllm.infer import Engine, EngineConfig, Grammar, SamplingParams
 from jaxllm.infer.pools.page_transfer import PageTransfer
 from jaxllm.infer.pools.phase_runner import counted
 from jaxllm.infer.pools.pool_argument import PoolSizes
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.posttrain.coserve.finetune_run import check_engine
+from jaxllm.text import ByteTokenizer
 from tests.infer import engines, meshes
 from tests.infer.test_verification import equal, plainly_sampled
 
-SMALL = dataclasses.replace(
-    engines.ENGINES["tight, recompute"], max_sequences=2, max_batched_tokens=8, buckets=(8,), samplers=("plain",)
-)
+SMALL = dataclasses.replace(engines.ENGINES["tight, recompute"], max_sequences=2, max_batched_tokens=8, buckets=(8,))
+MODEL = "bytes"
 POOLS = "prefill=tensor:1, decode=tensor:2"
 PAGE = 2 * 2 * 2 * 8 * 4 * 8
 """Bytes of a page: keys and values, layers, kv heads, head dim, slots, float64."""
@@ -30,12 +31,13 @@ PAGE = 2 * 2 * 2 * 8 * 4 * 8
 @functools.cache
 def both() -> tuple[Engine, Engine]:
     """A colocated engine, and pools; others may have used them."""
-    plain = engines.build(SMALL, "llama", "float64")
-    return plain, engines.build(dataclasses.replace(SMALL, pools=POOLS), "llama", "float64")
+    configs = SMALL, dataclasses.replace(SMALL, pools=POOLS)
+    plain, apart = (engines.build(config, MODEL, "float64", tokenizer=ByteTokenizer()) for config in configs)
+    return plain, apart
 
 
 def asked(*prompts: list[int], tokens: int = 6, **fields: Any) -> list[dict[str, Any]]:
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, **fields)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True, **fields)
     return [{"prompt": prompt, "params": params} for prompt in prompts]
 
 
@@ -96,10 +98,10 @@ def test_what_does_not_go_with_pools_is_named(fields):
 
 def test_meshes_and_devices_that_do_not_go_with_pools_are_named():
     config = dataclasses.replace(SMALL, pools=POOLS)
-    with pytest.raises(ValueError, match="have meshes of their own, and mesh = .*leave it out"):
-        meshes.over("tensor=2", "llama", config)
-    with pytest.raises(ValueError, match=r"need 20 devices, and there are 8"):
-        engines.build(dataclasses.replace(SMALL, pools="prefill=tensor:4 x3, decode=tensor:4 x2"), "llama")
+    with pytest.raises(ValueError, match=r"have meshes of their own, and mesh = .*leave it out"):
+        meshes.over("tensor=2", MODEL, config)
+    with pytest.raises(ValueError, match="need 20 devices, and there are 8"):
+        engines.build(dataclasses.replace(SMALL, pools="prefill=tensor:4 x3, decode=tensor:4 x2"), MODEL)
 
 
 def test_pages_travel_in_powers_of_two():
@@ -116,7 +118,7 @@ def test_tokens_are_those_of_one_engine(rng, float64):
     assert isinstance(runner, PooledRunner)
     assert [one.devices for one in runner.engines] == [(jax.devices()[0],), tuple(jax.devices()[1:3])]
     steps = {name.split("-")[0] for name in runner.programs}
-    assert steps == {"give", "prompt", "take", "decode"}
+    assert steps == {"give", "prompt", "take", "decode", "seat"}
     with pytest.raises(ConfigError, match="serve without --pools"):
         check_engine(apart, 8)
 
@@ -132,11 +134,27 @@ def test_pages_move_once_by_the_formula(float64):
     assert moved(apart, asked([7, 7, 7, 7, 7], tokens=1)) == (0, 0, 0), "the prefill pool gives the only token"
 
 
-def test_completions_of_a_request_share_its_pages(float64):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 3, "prompt_logprobs": 1},
+        {"beams": 2},
+        {"grammar": Grammar.regex("(ab|c)+d"), "repetition_penalty": 1.5},
+    ],
+    ids=("completions", "beams", "grammar"),
+)
+def test_requests_of_every_kind_are_served(float64, fields):
     plain, apart = both()
-    requests = asked(list(range(13)), n=3)
-    want = engines.serve(plain, requests)
-    equal(engines.serve(apart, requests), want)
+    requests = [{"prompt": list(range(65, 78)), "params": SamplingParams(max_tokens=9, temperature=0.0, **fields)}]
+    found = []
+    for engine in (plain, apart):
+        request = engine.submit(requests[0]["prompt"], requests[0]["params"])
+        while engine.busy:
+            engine.step()
+            engines.check_books(engine)
+        found.append(request)
+    equal([found[1]], [found[0]])
+    np.testing.assert_allclose(*([x for x, _ in one.prompt_scores] for one in found), rtol=0, atol=1e-12)
 
 
 def test_pages_on_their_way_come_back_when_a_request_ends(float64, monkeypatch):
@@ -162,10 +180,10 @@ def test_pages_on_their_way_come_back_when_a_request_ends(float64, monkeypatch):
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_sequences_go_on(float64, rng, preemption):
     """Two sequences that together need more pages than the decode pool has."""
-    config = dataclasses.replace(SMALL, pools=POOLS, preemption=preemption, page_size=4, pages=17)
     plain, apart = both()
     if preemption == "swap":
-        apart = engines.build(config, "llama", "float64")
+        config = dataclasses.replace(SMALL, pools=POOLS, preemption=preemption, samplers=("plain",))
+        apart = engines.build(config, MODEL, "float64", tokenizer=ByteTokenizer())
     assert apart.pools is not None
     requests = asked(*(rng.integers(0, engines.VOCAB, 20).tolist() for _ in range(2)), tokens=40)
     want = engines.serve(plain, requests)
@@ -176,7 +194,7 @@ def test_preempted_sequences_go_on(float64, rng, preemption):
 
 def test_weights_are_swapped_in_all_engines(float64, rng):
     plain, apart = both()
-    others = engines.params_of("llama", "float64", 5)
+    others = engines.params_of(MODEL, "float64", 5)
     prompt = rng.integers(0, engines.VOCAB, 9).tolist()
     found = []
     for engine in (plain, apart):
@@ -185,7 +203,7 @@ def test_weights_are_swapped_in_all_engines(float64, rng):
         request = engine.submit(prompt, SamplingParams(max_tokens=30, temperature=0.0))
         while len(request.sequences[0].tokens) < 9 + 5:
             engine.step()
-        engine.swap(engines.params_of("llama", "float64"))
+        engine.swap(engines.params_of(MODEL, "float64"))
         engines.check_books(engine)
         while engine.busy:
             engine.step()
@@ -195,11 +213,12 @@ def test_weights_are_swapped_in_all_engines(float64, rng):
         apart.swap({})
 
 
+@pytest.mark.drawn(0.5)
 def test_several_engines_of_a_pool_serve(float64, rng):
     """Four engines; kv heads that are copied for each device of the prefill pool are sent once."""
-    config = dataclasses.replace(SMALL, pools="prefill=tensor:4, decode=tensor:1 x2")
+    config = dataclasses.replace(SMALL, pools="prefill=tensor:4, decode=tensor:1 x2", samplers=("plain",))
     plain, _ = both()
-    apart = engines.build(config, "llama", "float64")
+    apart = engines.build(config, MODEL, "float64", tokenizer=ByteTokenizer())
     requests = plainly_sampled(rng) * 2
     want = engines.serve(plain, requests)
     equal(engines.serve(apart, requests), want)

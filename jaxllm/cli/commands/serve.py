@@ -236,7 +236,9 @@ def serve(argv: list[str]) -> int:
                     "--finetune trains beside weights on the device, which --offload streams; leave one out."
                 )
             if pools is not None:
-                raise UsageError("--finetune trains beside an engine on one device, and --pools has several; leave one out.")
+                raise UsageError(
+                    "--finetune trains beside an engine on one device, and --pools has several; leave one out."
+                )
             if finetune_target <= 0 or finetune_tokens < 1:
                 raise UsageError("--finetune-target and --finetune-tokens: give positive numbers.")
             tuned = finetune_config(finetune, finetune_set, model)

@@ -51,7 +51,6 @@ from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.page_tiers import PageTiers
-from jaxllm.infer.pools.page_transfer import PageTransfers
 from jaxllm.infer.pools.pool_schedulers import PoolSchedulers
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
@@ -88,11 +87,6 @@ class _StepInFlight:
     result: Any
     room: StepRoom
     beside: Any = None
-
-    @property
-    def engine(self) -> int:
-        """Number of the engine of the pools that computes it; 0 without pools."""
-        return self.plans[0].replica
 
 
 class Engine:
@@ -157,11 +151,10 @@ class Engine:
 
         self.pools: PoolSchedulers | None = None
         if isinstance(runner, PooledRunner):
-            moving = PageTransfers(runner, self.metrics)
-            self.pools = PoolSchedulers(config, one, moving, state, lambda: [step.engine for step in self._in_flight])
-        many = spec.replicas > 1
+            flying = lambda: [step.plans[0].replica for step in self._in_flight]  # noqa: E731
+            self.pools = PoolSchedulers(config, one, runner, self.metrics, state, flying)
         self.scheduler: StepScheduler = self.pools or (
-            ReplicaSchedulers(config, one, spec.replicas, state) if many else one()
+            ReplicaSchedulers(config, one, spec.replicas, state) if spec.replicas > 1 else one()
         )
         self._last_result_times: dict[int, float] = {}
         self.paused, self.version = False, 0
@@ -257,10 +250,8 @@ class Engine:
                 ServedModel(model, params, own, tokenizer, size, longest, over, manifest, strict, background, path)
             )
         reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
-        may_choose = config.speculate is None and proposer is None and order is None and streamed is None
-        may_choose &= config.pools is None
-        make = ModelRunner if staged is None else StagedRunner
-        make = PooledRunner if config.pools is not None else make
+        may_choose = all(x is None for x in (config.speculate, proposer, order, streamed, config.pools))
+        make = PooledRunner if config.pools is not None else ModelRunner if staged is None else StagedRunner
         if streamed is not None:
             make = functools.partial(StreamedRunner, weights=streamed)
         runner = make(
@@ -268,7 +259,7 @@ class Engine:
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,
             layers=layers if may_choose else "given", progress=progress,
         )  # fmt: skip
-        whole = MultihostRunner(runner) if runner.spans_processes else runner
+        whole = MultihostRunner(runner) if isinstance(runner, ModelRunner) and runner.spans_processes else runner
         engine = cls(
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
@@ -521,10 +512,9 @@ class Engine:
         Raises:
             Exception: a program could not be compiled.
         """
-        if isinstance(self.runner, PooledRunner):
-            self.runner.wait()
-        elif self.runner.program_cache is not None:
-            self.runner.program_cache.wait()
+        for one in self.runner.engines if isinstance(self.runner, PooledRunner) else [self.runner]:
+            if one.program_cache is not None:
+                one.program_cache.wait()
 
     def pause(self) -> None:
         """Stops starting steps; the KV cache stays on the device, and requests can still be submitted."""
@@ -588,7 +578,7 @@ class Engine:
         if self.side_work is not None and self.scheduler.idle and not (out or self._in_flight or self.paused):
             self.side_work.run_alone()
         if any(plan.chunks for plan in plans):
-            if all(step.engine != plans[0].replica for step in self._in_flight):
+            if all(step.plans[0].replica != plans[0].replica for step in self._in_flight):
                 self._last_result_times[plans[0].replica] = self.scheduler.policy_state.clock()
             try:
                 self._in_flight.append(self._start_step(plans))
@@ -649,7 +639,7 @@ class Engine:
         """Packs the inputs of all replicas and starts the step on the device."""
         runner, metrics = self.runner, self.metrics
         many, tokens = max(len(plan.chunks) for plan in plans), max(plan.tokens for plan in plans)
-        where = {} if self.pools is None else {"engine": plans[0].replica}
+        where: dict[str, Any] = {} if self.pools is None else {"engine": plans[0].replica}
         shape = runner.choose(many, tokens, **step_inputs.program_kind(plans), **where)
         packed, tables = np.zeros((len(plans), shape.inputs.size), np.int32), self.scheduler.page_tables
         for own, plan in zip(packed, plans, strict=True):
@@ -682,7 +672,7 @@ class Engine:
         rows = np.asarray(step.result)
         state = self.scheduler.policy_state
         now = state.clock()
-        seconds = now - self._last_result_times[step.engine]
+        seconds = now - self._last_result_times[step.plans[0].replica]
         if self.side_work is not None:
             seconds = self.side_work.landed(step.room, step.beside, seconds)
         if not step.shape.decode:
@@ -694,7 +684,7 @@ class Engine:
             out += self._replica_outputs(plan, step.shape, step.shape.outputs.views(own), work)
         windows = [group.window for group in self.runner.spec.groups]
         self.metrics.add_step(step.shape.name, seconds, work, windows, decode=step.shape.decode)
-        self._last_result_times[step.engine] = now
+        self._last_result_times[step.plans[0].replica] = now
         if self.draft_runs is not None:
             self._cancel_stale_steps()
         return out

@@ -2,8 +2,8 @@
 
 The prefill engine's devices read them behind the step that fills them, ``jax.device_put`` copies them to the decode
 engine's devices, and once they have arrived its next step begins with them. The host waits for none of it, and neither
-does a step of either pool, as in DistServe (arXiv:2401.09670, section 4.3) and Splitwise (arXiv:2311.18677, section
-4.3). A decode engine asks for pages when it has room for them, so the prefill engine's pages are the queue between both.
+does a step of either pool (Splitwise, arXiv:2311.18677). A decode engine fetches pages when it has room for them, so
+the prefill engine's pages are the queue between both, as in DistServe (arXiv:2401.09670, section 4.3).
 """
 
 from __future__ import annotations

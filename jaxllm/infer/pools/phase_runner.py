@@ -170,16 +170,19 @@ def cut_pages(
     heads = group.kv_spec.kv_heads
     here, there = (group.format(n).kv_heads // heads for n in (held_by, shards))
 
-    def cut(x: Array) -> list[Array]:
-        if here != there:
-            layers, count, _, *rest = x.shape
-            once = x[:, :, ::here]
-            copied = jnp.broadcast_to(once[:, :, :, None], (layers, count, heads, there, *rest))
-            x = copied.reshape(layers, count, heads * there, *rest)
-        return jnp.split(x, shards, axis=2)
+    def copied(x: Array) -> Array:
+        layers, count, _, *rest = x.shape
+        once = x[:, :, ::here, None]
+        return jnp.broadcast_to(once, (layers, count, heads, there, *rest)).reshape(layers, count, -1, *rest)
 
-    found = jax.tree.map(cut, read_pages(rules, pool, pages))
-    return tuple(jax.tree.map(lambda parts: parts[n], found, is_leaf=_is_parts) for n in range(shards))
+    held = read_pages(rules, pool, pages)
+    if here != there:
+        held = jax.tree.map(copied, held)
+    part = heads * there // shards
+    return tuple(
+        jax.tree.map(lambda x, first=first: jax.lax.slice_in_dim(x, first, first + part, axis=2), held)
+        for first in range(0, heads * there, part)
+    )
 
 
 def counted(items: list[One]) -> Iterator[list[One]]:
@@ -189,10 +192,6 @@ def counted(items: list[One]) -> Iterator[list[One]]:
         size = next(count for count in PAGE_COUNTS if count <= len(items) - at)
         yield list(itertools.islice(items, at, at + size))
         at += size
-
-
-def _is_parts(x: Any) -> bool:
-    return isinstance(x, list)
 
 
 def _copy_near(x: Array, part: int, parts: int) -> Array:

@@ -1,6 +1,6 @@
 """Argument of disaggregated pools: engines of each pool and devices of an engine, such as "prefill=tensor:2 x1, ...".
 
-    PoolSizes.parse("prefill=tensor:2 x1, decode=tensor:4 x1")
+PoolSizes.parse("prefill=tensor:2 x1, decode=tensor:4 x1")
 """
 
 from __future__ import annotations

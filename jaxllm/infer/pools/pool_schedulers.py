@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.engine.sequence import Sequence
@@ -20,6 +21,7 @@ from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.pools.decode_scheduler import DecodeScheduler
 from jaxllm.infer.pools.page_transfer import PageTransfers
+from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.pools.prefill_scheduler import PrefillScheduler
 
 IN_FLIGHT = 2
@@ -33,24 +35,27 @@ class PoolSchedulers(ReplicaSchedulers):
     Args:
         config: configuration of the engine.
         make: makes a scheduler of a class, for an engine that has so many pages in each of its page pools.
-        transfers: moves pages.
+        runner: runner of both pools.
+        metrics: counts the pages that are moved.
         policy_state: scheduling policy of all engines.
         in_flight: numbers of the engines of all steps in flight.
 
     Attributes:
         prefill, decode: schedulers of the engines of each pool.
+        transfers: moves pages.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         make: Callable[[type[Any], tuple[int, ...]], Any],
-        transfers: PageTransfers,
+        runner: PooledRunner,
+        metrics: EngineMetrics,
         policy_state: PolicyState,
         in_flight: Callable[[], Iterable[int]],
     ):
-        runner = transfers.runner
-        self.config, self.policy_state, self.transfers, self._in_flight = config, policy_state, transfers, in_flight
+        self.config, self.policy_state, self._in_flight = config, policy_state, in_flight
+        self.transfers = PageTransfers(runner, metrics)
         self.prefill: list[PrefillScheduler] = [make(PrefillScheduler, one.spec.pages) for one in runner.prefill]
         self.decode: list[DecodeScheduler] = [make(DecodeScheduler, one.spec.pages) for one in runner.decode]
         self.schedulers: list[Any] = [*self.prefill, *self.decode]
@@ -78,8 +83,12 @@ class PoolSchedulers(ReplicaSchedulers):
                 return [plan]
         return []
 
-    def wait_any(self, results: Iterable[_Awaited]) -> bool:
-        """Waits until the result of a step, or a sequence's pages, are there; False if there is nothing to wait for."""
+    def wait_any(self, results: Iterable[Any]) -> bool:
+        """Waits until the result of a step, or a sequence's pages, are there; False if there is nothing to wait for.
+
+        Args:
+            results: of the steps in flight.
+        """
         flying, steps = Counter(self._in_flight()), list(results)
         transfers = [
             transfer
@@ -124,11 +133,3 @@ class PoolSchedulers(ReplicaSchedulers):
             other.arriving[sequence] = transfer
             return True
         return False
-
-
-class _Awaited(Protocol):
-    """Result of a step."""
-
-    def is_ready(self) -> bool:
-        """Whether it is there."""
-        ...

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.infer.engine_config import EngineConfig
-from jaxllm.infer.pools.phase_runner import PhaseRunner
-from jaxllm.infer.pools.pool_argument import PoolSizes
+from jaxllm.infer.pools.phase_runner import Phase, PhaseRunner
+from jaxllm.infer.pools.pool_argument import PoolSize, PoolSizes
 from jaxllm.infer.runner.adapter_pool import Page
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
@@ -44,7 +44,6 @@ class PooledRunner:
 
     follows = False
     adapter_pool = None
-    spans_processes = False
 
     def __init__(
         self,
@@ -69,14 +68,15 @@ class PooledRunner:
             return tell
 
         self.engines: list[PhaseRunner] = []
-        for phase, size in (("prefill", sizes.prefill), ("decode", sizes.decode)):
+        parts: list[tuple[Phase, PoolSize]] = [("prefill", sizes.prefill), ("decode", sizes.decode)]
+        for phase, size in parts:
             for _ in range(size.engines):
-                self.engines.append(
-                    PhaseRunner(
-                        model, params, own, phase, [next(devices) for _ in range(size.tensor)], sizes.decode.tensor,
-                        sizes.devices, progress=listener(len(self.engines)), **options,
-                    )  # fmt: skip
-                )
+                own_devices = [next(devices) for _ in range(size.tensor)]
+                one = PhaseRunner(
+                    model, params, own, phase, own_devices, sizes.decode.tensor, sizes.devices,
+                    progress=listener(len(self.engines)), **options,
+                )  # fmt: skip
+                self.engines.append(one)
         self.prefill, self.decode = self.engines[: sizes.prefill.engines], self.engines[sizes.prefill.engines :]
 
     # Of the first decode engine, where engines differ
@@ -176,15 +176,6 @@ class PooledRunner:
         """
         self.engines[0].follow(weights)
 
-    def wait(self) -> None:
-        """Waits until all programs of all engines are loaded.
-
-        Raises:
-            Exception: a program could not be compiled.
-        """
-        for one in self.engines:
-            one.program_cache.wait()
-
     def close(self) -> None:
         """Does nothing: no other process follows."""
 
@@ -209,7 +200,7 @@ def check_pools(config: EngineConfig, mesh: Mesh | None = None) -> PoolSizes:
         )
     if (there := len(jax.devices())) < sizes.devices:
         raise ValueError(
-            f"engine: pools = {config.pools!r} need {sizes.devices} devices, and there are {there}: give fewer engines, "
-            "or fewer devices to each."
+            f"engine: pools = {config.pools!r} need {sizes.devices} devices, and there are {there}: give fewer "
+            "engines, or fewer devices to each."
         )
     return sizes

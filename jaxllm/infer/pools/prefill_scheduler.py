@@ -1,4 +1,4 @@
-"""Prefill scheduler: computes prompts up to the first token after them, and keeps their pages until they are fetched."""
+"""Prefill scheduler: computes prompts up to the token after them, and keeps their pages until they are fetched."""
 
 from __future__ import annotations
 

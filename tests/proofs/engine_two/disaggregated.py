@@ -72,12 +72,15 @@ def watch(engine: Engine) -> list[float]:
     return taken
 
 
-@proof("engine_two", count=60, sample=1, float64=True, bound={"logprob": 1e-10, "bytes": 0.0}, counts=("pages", "shared"))
+@proof(
+    "engine_two", count=60, sample=1, float64=True, bound={"logprob": 1e-10, "bytes": 0.0}, counts=("pages", "shared")
+)
 def pools_are_colocated(seed: int) -> dict[str, float]:
     """Random traffic, greedy and sampled, in a prefill and a decode pool of drawn meshes, and in one colocated engine.
 
-    Prompts in chunks, common prefixes, several completions, cancellations, too few pages where the way says so, KV cache
-    formats, policies. Every page of every engine has as many holders as the books say, and none in the end.
+    Prompts in chunks, common prefixes, several completions, cancellations, too few pages where the way says so,
+    formats of the KV cache, policies. Every page of every engine has as many holders as the books say, and in the
+    end none.
     """
     rng = np.random.default_rng(seed)
     model = str(rng.choice(list(DEGREES)))
