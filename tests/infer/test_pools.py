@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -177,15 +178,44 @@ def test_pages_on_their_way_come_back_when_a_request_ends(float64, monkeypatch):
     assert stopped.sequences[0].finish == "stop"
 
 
+class Lagging:
+    """Result of a step that, asked whether it is there, says no three times."""
+
+    def __init__(self, value: Any):
+        self.value, self.asked = value, 0
+
+    def is_ready(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.value, dtype)
+
+
+def test_steps_of_an_engine_land_in_order(float64, monkeypatch):
+    """Also where one is done between two questions, and the step behind it too."""
+    plain, apart = both()
+    requests = asked([1, 2, 3, 4], [5, 6, 7, 8, 9], tokens=30)
+    want = engines.serve(plain, requests)
+    run, numbers = apart.runner.run, {0: itertools.count(), 1: itertools.count()}
+
+    def lagging(*arguments: Any, engine: int) -> Any:
+        result = jax.block_until_ready(run(*arguments, engine=engine))
+        return result if next(numbers[engine]) % 2 else Lagging(result)
+
+    monkeypatch.setattr(apart.runner, "run", lagging)
+    equal(engines.serve(apart, requests), want)
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_sequences_go_on(float64, rng, preemption):
-    """Two sequences that together need more pages than the decode pool has."""
+    """Two sequences that come at once, and together need more pages than the decode pool has."""
     plain, apart = both()
     if preemption == "swap":
         config = dataclasses.replace(SMALL, pools=POOLS, preemption=preemption, samplers=("plain",))
         apart = engines.build(config, MODEL, "float64", tokenizer=ByteTokenizer())
     assert apart.pools is not None
-    requests = asked(*(rng.integers(0, engines.VOCAB, 20).tolist() for _ in range(2)), tokens=40)
+    requests = asked(*(rng.integers(0, engines.VOCAB, 4).tolist() for _ in range(2)), tokens=56)
     want = engines.serve(plain, requests)
     before = sum(one.preemptions for one in apart.pools.decode)
     equal(engines.serve(apart, requests), want)
@@ -219,7 +249,7 @@ def test_several_engines_of_a_pool_serve(float64, rng):
     config = dataclasses.replace(SMALL, pools="prefill=tensor:4, decode=tensor:1 x2", samplers=("plain",))
     plain, _ = both()
     apart = engines.build(config, MODEL, "float64", tokenizer=ByteTokenizer())
-    requests = plainly_sampled(rng) * 2
+    requests = [*asked([1, 2, 3, 4], [5, 6, 7, 8], tokens=20), *plainly_sampled(rng)]  # two at once
     want = engines.serve(plain, requests)
     equal(engines.serve(apart, requests), want)
     assert apart.pools is not None

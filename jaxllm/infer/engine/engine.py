@@ -601,10 +601,10 @@ class Engine:
 
     def _landed(self) -> _StepInFlight | None:
         """Oldest step whose result is there, where the host does not wait for it before it starts others."""
-        if self.pools is not None:  # an engine's steps land in order, and those of several in any
-            return next((step for step in self._in_flight if step.result.is_ready()), None)
-        first = self._in_flight[0] if self.draft_runs is not None and self._in_flight else None
-        return first if first is not None and first.result.is_ready() else None
+        if self.pools is None and self.draft_runs is None:
+            return None
+        oldest = {step.plans[0].replica: step for step in reversed(self._in_flight)}  # of each engine
+        return next((step for step in oldest.values() if step.result.is_ready()), None)
 
     def _is_due(self, *, started: bool, told: bool) -> bool:
         """Whether to wait for the oldest step in flight: while the devices have another, or nothing else is to be done.
