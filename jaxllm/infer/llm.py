@@ -160,7 +160,7 @@ class LLM:
                 sizes,
                 tokenizer=self.tokenizer,
                 longest=self.loaded.longest,
-                mesh=over or self.loaded.mesh,
+                mesh=over or (self.loaded.mesh if sizes.pools is None else None),
                 manifest=None if folder is None else Path(folder),
                 strict=strict,
                 policy=policy,

@@ -188,7 +188,7 @@ def check_pools(config: EngineConfig, mesh: Mesh | None = None) -> PoolSizes:
     """
     assert config.pools is not None
     sizes = PoolSizes.parse(config.pools)
-    if mesh is not None:
+    if mesh is not None and mesh.size > 1:
         raise ValueError(
             f"engine: pools = {config.pools!r} have meshes of their own, and mesh = {dict(mesh.shape)} is one more: "
             "leave it out (--mesh)."
