@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 
+import sharding
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.files import DataError, cache_root
 from jaxllm.hub import find_model
@@ -176,6 +177,8 @@ class LLM:
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
         several = self.engine.config.stages > 1 or self.engine.config.pools is not None
+        if over is None and self.engine.config.pools is not None:  # not the device that they were loaded on
+            over = sharding.MeshSpec.parse("dp").build(list(jax.tree.leaves(held)[0].devices()))
         if over is not None or several or (layers == "auto" and has_unstacked_layers(held)):
             # Keep only the engine's copy of the weights.
             self.loaded = replace(self.loaded, params=held, mesh=over or self.loaded.mesh)

@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.infer import Engine, EngineConfig, Grammar, SamplingParams
+from jaxllm.infer import LLM, AsyncEngine, Engine, EngineConfig, Grammar, LoadedModel, SamplingParams
+from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.pools.page_transfer import PageTransfer
 from jaxllm.infer.pools.phase_runner import counted
 from jaxllm.infer.pools.pool_argument import PoolSizes
 from jaxllm.infer.pools.pooled_runner import PooledRunner
+from jaxllm.models import functional
 from jaxllm.posttrain.coserve.finetune_run import check_engine
+from jaxllm.serve.backend import EngineBackend, describe
 from jaxllm.text import ByteTokenizer
+from tests import quick
 from tests.infer import engines, meshes
 from tests.infer.test_verification import equal, plainly_sampled
 
@@ -241,6 +245,27 @@ def test_weights_are_swapped_in_all_engines(float64, rng):
     equal(*found)
     with pytest.raises(ValueError, match="the weights have another structure"):
         apart.swap({})
+
+
+@pytest.mark.drawn(0.5)
+def test_a_loaded_model_is_where_decoding_is(float64, monkeypatch):
+    """What embeds texts beside the engine finds weights and mesh of one device; the server's counters are there."""
+    monkeypatch.setattr(jax, "jit", quick.jit)
+    params, mesh = engines.params_of(MODEL, "float64"), jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    loaded = LoadedModel(
+        functional(engines.model_of(MODEL, "float64")), params, ByteTokenizer(), None, mesh, 0, {}, None
+    )
+    config = dataclasses.replace(SMALL, pools="prefill=tensor:1, decode=tensor:1", samplers=("plain",))
+    llm = LLM(loaded, config, manifest=None, background=False)
+    assert len(llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].tokens) == 3
+    ids = [5, 6, 7, 8]
+    embedders = [Embedder(loaded.model, one.params, engines.LONGEST, one.mesh) for one in (loaded, llm.loaded)]
+    np.testing.assert_allclose(*(one(ids, "mean") for one in embedders), atol=1e-6)
+    load = EngineBackend(AsyncEngine(llm.engine), None, embedders[1]).load()
+    moved = {name: load.counters[name] for name in ("kv_pages_moved", "kv_bytes_moved", "kv_pages_shared")}
+    assert moved == {"kv_pages_moved": 2, "kv_bytes_moved": 2 * PAGE, "kv_pages_shared": 0}
+    described = describe(llm.engine)
+    assert [one["id"] for one in described["devices"]] == [0, 1]
 
 
 @pytest.mark.drawn(0.5)
