@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import StepPlan
@@ -53,6 +55,15 @@ class PrefillScheduler(Scheduler):
         super()._schedule(plan, sequence, count, draft, run)
         if plan.chunks[-1].samples:
             self.computed.append(sequence)
+
+    def _fits_whole(self, sequence: Sequence) -> bool:
+        """Whether all prompts that are not computed, and this one, can complete: nothing is generated here."""
+        prompts = [one for one in self.running if one not in self.computed]
+        needs = np.sum([self._pages_needed(one, one.length - one.computed) for one in (*prompts, sequence)], axis=0)
+        return self._suffices(needs.tolist())
+
+    def _fits_predicted(self, sequence: Sequence) -> bool:
+        return self._fits_whole(sequence)
 
     def _make_room(self, plan: StepPlan) -> None:
         """See ``Scheduler``; sequences that are about to leave are not preempted."""
