@@ -8,6 +8,7 @@ SAMPLER = "tests/infer/test_sampler.py"
 SPECULATION = "tests/infer/test_speculation.py"
 VERIFICATION = "tests/infer/test_verification.py"
 DEADLINE = f"{POLICIES}::test_deadlines_come_before_arrival"
+POOLS = "tests/infer/test_pools.py"
 
 MUTANTS = [
     Mutant(
@@ -268,5 +269,33 @@ MUTANTS = [
         'ways += [way] if way.bytes["host"] <= host else []',
         "ways += [way]",
         ("tests/infer/test_placement_fit.py::test_whole_layers_keep_to_the_hosts_limit",),
+    ),
+    Mutant(
+        "steps_of_an_engine_land_in_any_order",
+        "jaxllm/infer/engine/engine.py",
+        "for step in reversed(self._in_flight)}",
+        "for step in self._in_flight}",
+        (f"{POOLS}::test_steps_of_an_engine_land_in_order",),
+    ),
+    Mutant(
+        "pages_that_the_decode_pool_has_move_again",
+        "jaxllm/infer/pools/decode_scheduler.py",
+        "min(sequence.computed, len(sequence.tokens)) // self.page_size if self.config.prefix_cache else 0\n",
+        "0\n",
+        (f"{POOLS}::test_pages_move_once_by_the_formula",),
+    ),
+    Mutant(
+        "pages_on_their_way_are_lost_at_the_end",
+        "jaxllm/infer/pools/decode_scheduler.py",
+        "        self.policy_state.finish(sequence)\n        self._free(sequence)\n",
+        "        self.policy_state.finish(sequence)\n",
+        (f"{POOLS}::test_pages_on_their_way_come_back_when_a_request_ends",),
+    ),
+    Mutant(
+        "copies_of_kv_heads_are_sent_for_others",
+        "jaxllm/infer/pools/phase_runner.py",
+        "        once = x[:, :, ::here, None]\n",
+        "        once = x[:, :, :heads, None]\n",
+        (f"{POOLS}::test_several_engines_of_a_pool_serve",),
     ),
 ]
