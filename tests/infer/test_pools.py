@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from jaxllm.cli.main import main
 from jaxllm.config import ConfigError
 from jaxllm.infer import LLM, AsyncEngine, Engine, EngineConfig, Grammar, LoadedModel, SamplingParams
 from jaxllm.infer.embedder import Embedder
@@ -107,6 +109,20 @@ def test_meshes_and_devices_that_do_not_go_with_pools_are_named():
         meshes.over("tensor=2", MODEL, config)
     with pytest.raises(ValueError, match="need 20 devices, and there are 8"):
         engines.build(dataclasses.replace(SMALL, pools="prefill=tensor:4 x3, decode=tensor:4 x2"), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--pools", POOLS, "--mesh", "tensor=2"), "leave --mesh out"),
+        (("--pools", POOLS, "--offload", "device=1GiB"), "leave --offload out"),
+        (("--pools", "prefill=tensor:9, decode=tensor:1"), "--pools: engine: pools = .* need 10 devices"),
+        (("--pools", POOLS, "--speculate", "ngram"), "speculate = 'ngram' does not go with pools"),
+    ],
+)
+def test_the_server_refuses_before_it_loads_a_model(capsys, options, words):
+    assert main(["serve", "no-such-model", "--port", "0", *options]) == 2
+    assert re.search(words, capsys.readouterr().err.replace("\n", " "))
 
 
 def test_pages_travel_in_powers_of_two():
