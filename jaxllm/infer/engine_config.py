@@ -45,6 +45,12 @@ class EngineConfig:
         retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``: a rule that decides which tokens leave
             the KV cache of the layers without a sliding window, with its sizes, such as "window+sinks:1024,4"; None:
             all stay.
+        head_clusters: kv heads that share one's queries and keys, in clusters of so many, see
+            ``jaxllm.infer.runner.retention.chai``; 1: each has its own.
+        chunk_cache: requests may name parts of their prompts whose keys and values are reused at any position, see
+            ``SamplingParams.cached_chunks``.
+        two_phase: decode steps read the pages that sequences begin with in common once for all of them, see
+            ``pallas_kernels.paged_attention.shared_pages``.
         kv_host_gib: GiB of host memory for pages that the prefix cache evicts on the device, see ``page_store``.
         kv_disk: directory for those that leave host memory, where they are found after a restart; None: none.
         kv_disk_gib: most GiB there.
@@ -88,6 +94,9 @@ class EngineConfig:
     top_logprobs: int = 5
     kv_dtype: KvDtype = "auto"
     retention: str | None = None
+    head_clusters: int = 1
+    chunk_cache: bool = False
+    two_phase: bool = False
     kv_host_gib: float = 0.0
     kv_disk: str | None = None
     kv_disk_gib: float = 64.0
@@ -126,6 +135,9 @@ class EngineConfig:
             raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
         if self.residual_window:
             self._check_whole_pages()
+        self._check_clusters()
+        self._check_chunks()
+        self._check_two_phase()
         if self.orders_channels and self.adapter_slots:
             raise ValueError(
                 f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
@@ -292,6 +304,51 @@ class EngineConfig:
                 f"engine: kv_dtype = {self.kv_dtype!r} has room for page_size = {self.page_size} draft tokens, not "
                 f"verify_tokens = {self.verify_tokens}."
             )
+
+    def _check_clusters(self) -> None:
+        """Checks what goes with clustered heads, which are folded into the weights when the engine starts."""
+        if self.head_clusters < 1:
+            raise ValueError(f"engine: head_clusters = {self.head_clusters}; give 2 or more, or 1 for none.")
+        wrong = {
+            f"adapter_slots = {self.adapter_slots}, adapters of the model's own heads": self.adapter_slots > 0,
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"pools = {self.pools!r}": self.pools is not None,
+            f"kv_dtype = {self.kv_dtype!r}, which reorders the channels of plain heads": self.orders_channels,
+            f"retention = {self.retention!r}, with heads of the plain model": (self.retention or "").startswith(
+                "locret"
+            ),
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.head_clusters > 1):
+            raise ValueError(
+                f"engine: {name}, does not go with head_clusters = {self.head_clusters} (chai): leave one of them out."
+            )
+
+    def _check_chunks(self) -> None:
+        """Checks what goes with cached chunks, whose pages the prefix cache keeps."""
+        wrong = {
+            "prefix_cache = False (a retention rule needs that)": not self.prefix_cache,
+            f"kv_dtype = {self.kv_dtype!r}, which encodes whole pages": bool(self.residual_window),
+            "batch_invariant": self.batch_invariant,
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages}": self.stages > 1,
+            f"pools = {self.pools!r}": self.pools is not None,
+            "draft_features (a draft head)": self.draft_features,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.chunk_cache):
+            raise ValueError(f"engine: chunk_cache does not go with {name}; leave one of them out.")
+
+    def _check_two_phase(self) -> None:
+        """Checks what goes with attention in two phases, the first of which is of several sequences."""
+        wrong = {
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}, which encodes whole pages": bool(self.residual_window),
+            "batch_invariant": self.batch_invariant,
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages}": self.stages > 1,
+            f"pools = {self.pools!r}": self.pools is not None,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.two_phase):
+            raise ValueError(f"engine: two_phase does not go with {name}; leave one of them out.")
 
     def _check_adapters(self) -> None:
         if self.adapter_slots < 0:

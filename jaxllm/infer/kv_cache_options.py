@@ -12,6 +12,8 @@ KvFormat = Literal["auto", "bf16", "bfloat16", "int8", "fp8", "int4", "bfp4", "k
 """Values of ``--kv-format``; bf16 and bfloat16 are the same."""
 KEEP_ALL = "all"
 """Value of ``--kv-keep`` with which no token leaves the KV cache."""
+CLUSTERED = "chai"
+"""Value of ``--kv-keep`` with which all tokens stay, but keys of some heads only; its argument is the cluster size."""
 
 
 def with_kv_cache(
@@ -28,7 +30,8 @@ def with_kv_cache(
     Args:
         config: configuration of an engine.
         kv_format: see ``EngineConfig.kv_dtype``; "bf16" is bfloat16.
-        kv_keep: "all", or a retention rule, see ``EngineConfig.retention``.
+        kv_keep: "all", or a retention rule, see ``EngineConfig.retention``, or "chai" or "chai:SIZE" for
+            ``EngineConfig.head_clusters``, 2 by default.
         kv_host: GiB of host memory for evicted pages, see ``EngineConfig.kv_host_gib``.
         kv_disk: directory for pages behind that; None: none.
 
@@ -41,5 +44,10 @@ def with_kv_cache(
     tiers = {"kv_host_gib": kv_host, "kv_disk": None if kv_disk is None else str(kv_disk)}
     if kv_keep == KEEP_ALL:
         return replace(config, kv_dtype=dtype, **tiers)
+    name, colon, size = kv_keep.partition(":")
+    if name == CLUSTERED:
+        if colon and not (size.isdecimal() and int(size) > 1):
+            raise ValueError(f"kv_keep = {kv_keep!r}; give chai:SIZE, 2 or more kv heads that share keys.")
+        return replace(config, kv_dtype=dtype, head_clusters=int(size) if colon else 2, **tiers)
     retention_rule(kv_keep)
     return replace(config, kv_dtype=dtype, retention=kv_keep, prefix_cache=False, **tiers)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.infer.chunks.cached_chunks import CachedChunks
 from jaxllm.infer.grammar import Grammar
 
 SEEDS = 2**32
@@ -62,6 +63,8 @@ class SamplingParams:
         grammar: guided decoding: the text matches a ``Grammar``: JSON schema, regular expression, EBNF, or a choice.
             The completion ends where the grammar does, and is complete unless max_tokens or a stop string cuts it.
         spelt: special tokens whose names are part of the text, such as markers that a tool parser looks for.
+        cached_chunks: ``CachedChunks``: parts of the prompt whose keys and values are reused wherever they stand, in an
+            engine with ``chunk_cache``; None: there are none.
     """
 
     max_tokens: int = 128
@@ -91,6 +94,7 @@ class SamplingParams:
     echo: bool = False
     grammar: Grammar | None = None
     spelt: tuple[int, ...] = ()
+    cached_chunks: CachedChunks | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -116,6 +120,8 @@ class SamplingParams:
             self._check_beams()
         if self.grammar is not None:
             self._check_grammar()
+        if self.cached_chunks is not None and (self.beams > 1 or self.prompt_logprobs is not None):
+            self._refuse("cached_chunks", "it goes neither with beams nor with prompt_logprobs, which need every token")
 
     def _refuse(self, name: str, legal: str) -> None:
         raise ValueError(f"{name} = {getattr(self, name)!r}; {legal}.")

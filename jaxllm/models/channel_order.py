@@ -49,7 +49,7 @@ class ChannelOrder:
         assert isinstance(first, AttentionConfig)
         self._sizes = [
             _key_sizes(group["attention"], block.attention, _gain(model.config, block, group))
-            for block, group in _blocks(model.config, params)
+            for block, group in weighted_blocks(model.config, params)
         ]
         self._pairs = tuple(int(i) for i in np.argsort(-np.sum(self._sizes, axis=0), kind="stable"))
         config = model.config
@@ -63,7 +63,7 @@ class ChannelOrder:
         """The weights with reordered channels; those of other layers are shared, not copied."""
         segments: dict[str, Any] = {name: dict(groups) for name, groups in params["segments"].items()}
         for (segment, number), (block, group) in zip(
-            _places(self.model.config), _blocks(self.model.config, params), strict=True
+            block_places(self.model.config), weighted_blocks(self.model.config, params), strict=True
         ):
             attention, config = dict(group["attention"]), block.attention
             keys = self._key_channels(config)
@@ -115,7 +115,11 @@ class ChannelOrder:
                  for b in model.config.blocks if isinstance(b.attention, AttentionConfig)}  # fmt: skip
         plain = all(type(b.attention) is AttentionConfig for b in model.config.blocks)
         apart = any(isinstance(segment, tuple) for segment in params["segments"].values())
-        arrays = [g["attention"][n] for _, g in _blocks(model.config, params) for n in "qkvo"] if plain > apart else []
+        arrays = (
+            [g["attention"][n] for _, g in weighted_blocks(model.config, params) for n in "qkvo"]
+            if plain > apart
+            else []
+        )
         wrong = {
             "a layer that is not plain grouped-query attention": not plain,
             "layers of different head dims or rotations": len(kinds) > 1,
@@ -128,14 +132,15 @@ class ChannelOrder:
             )
 
 
-def _places(config: DecoderConfig) -> list[tuple[str, str]]:
+def block_places(config: DecoderConfig) -> list[tuple[str, str]]:
+    """(segment, number) of every block in a tree of weights."""
     return [(str(s), str(n)) for s, (group, _) in enumerate(config.segments) for n in range(len(group))]
 
 
-def _blocks(config: DecoderConfig, params: Params) -> Sequence[tuple[Any, Any]]:
+def weighted_blocks(config: DecoderConfig, params: Params) -> Sequence[tuple[Any, Any]]:
     """(configuration, weights stacked over the repeats) of every block."""
     configs = [block for group, _ in config.segments for block in group]
-    return [(c, params["segments"][s][n]) for c, (s, n) in zip(configs, _places(config), strict=True)]
+    return [(c, params["segments"][s][n]) for c, (s, n) in zip(configs, block_places(config), strict=True)]
 
 
 def _gain(config: DecoderConfig, block: BlockConfig, group: Any) -> Float[np.ndarray, "L D"]:

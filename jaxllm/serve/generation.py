@@ -277,7 +277,10 @@ class RequestDispatcher:
 def _field_of(message: str, job: GenerationJob, prompt_field: str) -> str | None:
     """Request field that the engine's error begins with, where it begins with a parameter."""
     word = message.replace(":", " ").split(" ")[0]
-    known = {"grammar": job.grammar_field, "stop_ids": "stop_token_ids", "allowed_tokens": "allowed_token_ids"}
+    known = {
+        "grammar": job.grammar_field, "stop_ids": "stop_token_ids", "allowed_tokens": "allowed_token_ids",
+        "cached_chunks": "cache_chunks",
+    }  # fmt: skip
     if message.startswith("a prompt"):
         return prompt_field
     return known.get(word, word if word in SamplingParams.__dataclass_fields__ else None)

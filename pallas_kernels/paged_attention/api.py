@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.kernel_support import check_each_token, check_positional
+from pallas_kernels.paged_attention.kernel_support import check_each_token, check_one_phase, check_positional
 from pallas_kernels.paged_attention.pages import PagePool, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention
+from pallas_kernels.paged_attention.shared_pages import check_shared
 from pallas_kernels.paged_attention.tree_mask import TreeMask
 from pallas_kernels.paged_attention.xla import paged_attention_xla
 
@@ -30,6 +31,7 @@ def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
 
     check_positional("pallas_tpu", kw.pop("retention"))
     check_each_token("pallas_tpu", kw["format"], kw.pop("residual"))
+    check_one_phase("pallas_tpu", kw.pop("shared"))
     return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
@@ -38,6 +40,7 @@ def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
 
     check_positional("pallas_gpu", kw.pop("retention"))
     check_each_token("pallas_gpu", kw["format"], kw.pop("residual"))
+    check_one_phase("pallas_gpu", kw.pop("shared"))
     return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 
@@ -68,6 +71,7 @@ def paged_attention(
     residual: Residual | None = None,
     scores: Float[Array, "T K"] | None = None,
     tree: TreeMask | None = None,
+    shared: Int[Array, " R"] | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
     """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
@@ -103,6 +107,9 @@ def paged_attention(
         scores: with a retention rule that chooses by scores: those that the tokens' entries begin with; None: zeros.
         tree: tree mask: which slots of the step's draft trees a token does not see; None: causal attention alone. A
             sliding window is by positions, and at least as long as the deepest branch.
+        shared: in a decode step: how many of each request's first pages are those of all requests with such pages, and
+            read once for all of them, see ``shared_pages``: one number, or 0; no request writes to them. None: each
+            request's pages are read for itself.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -111,7 +118,7 @@ def paged_attention(
 
     Raises:
         ValueError: the shapes do not match, or a window or soft cap is not positive, or a tree mask comes with a
-            retention rule or ring buffers.
+            retention rule or ring buffers, or shared pages with more than decoding over plain pages.
         NotImplementedError: the implementation does not support these arguments.
     """
     _check(q, k, v, pool, page_table, cu_q_lens, kv_lens, sinks)
@@ -126,6 +133,11 @@ def paged_attention(
         )
     if tree is not None:
         _check_tree(tree, q, kv_lens, decode_only=decode_only, alone=retention is None and residual is None)
+    if shared is not None:
+        others = {"residual": residual, "tree": tree}
+        check_shared(
+            shared, kv_lens.shape[0], decode_only=decode_only, window=window, retention=retention, others=others
+        )
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"paged_attention: {name} = {value}; give a positive number, or None for none.")
@@ -146,11 +158,12 @@ def paged_attention(
         columns,
         rings,
         None if tree is None else TreeMask(*(x.astype(jnp.int32) for x in tree)),
+        None if shared is None else shared.astype(jnp.int32),
         *ints,
     )
     axes = varying_axes(*jax.tree.leaves(arrays))
     widened: Any = jax.tree.map(lambda x: vary_over(x, axes), arrays)
-    q, new, slots, sinks, columns, rings, tree, layer, *ragged = widened
+    q, new, slots, sinks, columns, rings, tree, shared, layer, *ragged = widened
     out, slots = dispatch(
         "paged_attention",
         IMPLEMENTATIONS,
@@ -169,6 +182,7 @@ def paged_attention(
         retention=None if retention is None else Retention(retention.rule, columns),
         residual=rings,
         tree=tree,
+        shared=shared,
     )
     return out, PagePool(slots.data, pool.format, *slots[1:])
 

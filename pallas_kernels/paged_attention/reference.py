@@ -53,12 +53,13 @@ def paged_attention_reference(
     retention: Retention | None = None,
     residual: Residual | None = None,
     tree: TreeMask | None = None,
+    shared: Int[Array, " R"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Reference paged attention: (output, pages); materialises every token's scores, in at least float32.
 
     See ``paged_attention``.
     """
-    del decode_only  # a promise that saves nothing here
+    del decode_only, shared  # promises that save nothing here
     (t, n, h), (pages, kv) = q.shape, pool.data.shape[1:3]
     tokens = ragged.tokens(t)
     step = None if residual is None else ResidualStep(residual, new.data, format, window)

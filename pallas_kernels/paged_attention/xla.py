@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes
+from pallas_kernels.paged_attention.shared_pages import SoftmaxState
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
 
 BLOCK_TOKENS = 64
@@ -61,6 +62,8 @@ class _Problem(NamedTuple):
     residual: ResidualStep | None
     tree: TreeMask | None
     heads: int
+    common: tuple[Int[Array, " R"], SoftmaxState] | None = None
+    """Shared pages of each request, and the softmax over them of each row, [T K G *]."""
 
 
 def paged_attention_xla(
@@ -79,6 +82,7 @@ def paged_attention_xla(
     retention: Retention | None = None,
     residual: Residual | None = None,
     tree: TreeMask | None = None,
+    shared: Int[Array, " R"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention in plain JAX: (output, pages); see ``paged_attention``."""
     t, n, _ = q.shape
@@ -92,6 +96,8 @@ def paged_attention_xla(
     if tree is not None:
         tree = tree._replace(hidden=jnp.pad(tree.hidden, ((0, size), (0, 0))))
     problem = _Problem(pool, layer, sinks, ragged, format, scale, window, softcap, retention, step, tree, n)
+    if shared is not None:
+        problem = problem._replace(common=(shared, _over_shared_pages(problem, q, shared)))
     # A block at the end of the batch may reach beyond it. The output is made from q to vary over the same mesh axes.
     q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
     out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, format.value_dim))
@@ -203,6 +209,8 @@ def _block(
     begin = jnp.zeros_like(reach) if problem.window is None else jnp.maximum(first - problem.window + 1, 0)
     if (retention := problem.retention) is not None:  # slots are not in the order of positions: all are looked at
         begin, reach = jnp.zeros_like(reach), retention.columns[block.request] * problem.pool.data.shape[3]
+    if problem.common is not None:
+        begin = problem.common[0][block.request] * problem.pool.data.shape[3]
     encoded: Any = None
     if (step := problem.residual) is not None:
         found, whole_page = step.residual.found[block.request], problem.pool.data.shape[3]
@@ -248,11 +256,43 @@ def _block(
     if problem.sinks is not None:
         top, total = zero + jnp.repeat(problem.sinks.astype(dtype).reshape(kv, -1, 1), size, axis=1), zero + 1.0
     state = top, total, jnp.broadcast_to(zero, (kv, m, form.width if whole else form.value_dim))
+    if problem.common is not None:
+        state = tuple(SoftmaxState(*state).merged(jax.tree.map(lambda x: x[block.first], problem.common[1])))
     state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
     if step is not None:
         state = _over_residual(problem, step, block, size, in_full_precision, state)
     top, total, out = state
     return (form.values(out) if whole else out) / jnp.where(total > 0.0, total, 1.0), top, total
+
+
+def _over_shared_pages(problem: _Problem, q: Float[Array, "T N H"], shared: Int[Array, " R"]) -> SoftmaxState:
+    """Softmax of each row over the shared pages, which are read once; [T K G *], out with whole slots as values."""
+    (t, n, _), kv, form = q.shape, problem.pool.data.shape[2], problem.format
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    lowest = -0.5 * float(jnp.finfo(dtype).max)
+    q = jnp.pad(q.astype(dtype) * problem.scale, ((0, 0), (0, 0), (0, form.width - form.key_dim)))
+    q = q.reshape(t, kv, n // kv, -1).swapaxes(0, 1).reshape(kv, t * (n // kv), -1)
+    tokens = problem.ragged.tokens(t)
+    member = jnp.repeat(tokens.real & (shared[tokens.request] > 0), n // kv)[:, None]
+    leader = jnp.argmax(shared)
+    unit, reach = read_unit(problem.pool.data.shape[3]), shared[leader] * problem.pool.data.shape[3]
+
+    def more(pages: int, first: Array, state: SoftmaxState) -> SoftmaxState:
+        held, _ = _read(problem, leader, first, pages, jnp.zeros_like(reach), reach, dtype)
+        scores = jnp.einsum("kmh,ksh->kms", q, held)
+        if problem.softcap is not None:
+            scores = problem.softcap * jnp.tanh(scores / problem.softcap)
+        seen = member & (first * unit + jnp.arange(pages * unit) < reach)
+        scores = jnp.where(seen, scores, lowest)
+        top = jnp.maximum(state.top, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - top)
+        own = SoftmaxState(top, jnp.sum(weights, -1, keepdims=True), jnp.einsum("kms,ksv->kmv", weights, held))
+        return state.merged(own)
+
+    zero = jnp.zeros_like(q[:, :, :1])
+    state = SoftmaxState(zero + lowest / 2, zero, jnp.zeros_like(q))
+    state = _over_pages(more, state, jnp.zeros_like(reach), (reach + unit - 1) // unit, unit)
+    return jax.tree.map(lambda x: x.reshape(kv, t, n // kv, -1).swapaxes(0, 1), state)
 
 
 def _over_residual(

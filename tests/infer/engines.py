@@ -110,6 +110,9 @@ DEEP = {
 }  # fmt: skip
 """With layers for several pipeline stages, some of them in groups of two."""
 
+SHALLOW = {f"shallow {name}": replace(MODELS[name], layers=1) for name in ("llama", "mistral")}
+"""With one layer, whose keys and values are of their own token alone."""
+
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
     "roomy": EngineConfig(max_sequences=4, max_batched_tokens=16, pages=80, page_size=8, buckets=(16,), **_FULL),
@@ -155,7 +158,9 @@ ENGINES = {
 
 
 def model_of(name: str, dtype: str) -> DecoderConfig:
-    return dataclasses.replace((MODELS | MIXTURES | WIDE | WRITERS | DEEP)[name], dtype=dtype, param_dtype=dtype)
+    return dataclasses.replace(
+        (MODELS | MIXTURES | WIDE | WRITERS | DEEP | SHALLOW)[name], dtype=dtype, param_dtype=dtype
+    )
 
 
 @functools.cache
@@ -171,10 +176,12 @@ def build(
     *,
     apart: bool = False,
     placement: WeightPlacement | None = None,
+    params: Any = None,
     **fields: Any,
 ) -> Engine:
-    """An engine whose programs compile fast; with ``placement`` its weights are streamed."""
-    params = unstack_layers(params_of(model, dtype)) if apart else params_of(model, dtype)
+    """An engine whose programs compile fast; with ``placement`` its weights are streamed; ``params``: other weights."""
+    params = params_of(model, dtype) if params is None else params
+    params = unstack_layers(params) if apart else params
     if placement is not None:
         ends = {name: value for name, value in params.items() if name != "segments"}
         params = StreamedWeights.of(functional(model_of(model, dtype)), ends, LoadedLayers(params), placement, [model])

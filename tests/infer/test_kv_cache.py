@@ -274,3 +274,19 @@ def test_bytes_of_a_token(kv, each):
     assert group.lossy
     assert group.token_bytes() == 2 * 2 * each
     assert group.page_bytes(32) == 32 * 2 * 2 * each
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"retention": "window+sinks", "prefix_cache": False},
+        {"kv_dtype": "kivi4"},
+        {"layer_window": 1},
+        {"stages": 2},
+    ],
+)
+def test_what_two_phases_do_not_go_with(fields):
+    with pytest.raises(ValueError, match="two_phase does not go with"):
+        EngineConfig(two_phase=True, **fields)
+    with pytest.raises(ValueError, match="two_phase does not go with batch_invariant"):
+        dataclasses.replace(engines.ENGINES["invariant"], two_phase=True)

@@ -193,10 +193,10 @@ def test_what_cannot_be_served_beside_is_refused(finished: Path, tmp_path: Path)
     check_engine(engine, 31)
     with pytest.raises(ConfigError, match="--finetune-tokens"):
         check_engine(engine, 32)
-    engine.channel_order = ChannelOrder(loaded.model, loaded.params)
-    with pytest.raises(ConfigError, match="reorders the weights' channels"):
+    engine.folding = ChannelOrder(loaded.model, loaded.params)
+    with pytest.raises(ConfigError, match="reorders or folds the weights"):
         check_engine(engine, 6)
-    engine.channel_order, engine.proposer = None, NgramProposer()
+    engine.folding, engine.proposer = None, NgramProposer()
     with pytest.raises(ConfigError, match="speculative decoding"):
         check_engine(engine, 6)
 

@@ -41,6 +41,7 @@ SIZES = EngineConfig(
     decode_steps=2,
     samplers=("full",),
     top_logprobs=20,
+    chunk_cache=True,
 )
 
 

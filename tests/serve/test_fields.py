@@ -18,7 +18,7 @@ from jaxllm.serve.api.chat_completions import ChatCompletionHandler
 from jaxllm.serve.api.errors import ApiError, validation_error
 from jaxllm.serve.api.request_fields import unsupported_fields
 from jaxllm.serve.api.text_completions import TextCompletionHandler
-from jaxllm.serve.generation import RequestDispatcher
+from jaxllm.serve.generation import GenerationJob, RequestDispatcher
 from jaxllm.serve.server_metrics import ServerMetrics
 from tests.serve.servers import FixedRate
 
@@ -44,7 +44,7 @@ OURS = {
     *("cache_salt", "priority", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "skip_special_tokens", "parse_special"),
     *("spaces_between_special_tokens", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"),
-    *("add_special_tokens", "truncation_side"),
+    *("add_special_tokens", "truncation_side", "cache_chunks", "cache_chunk_share"),
 }
 """Fields that OpenAI does not have."""
 
@@ -62,6 +62,11 @@ def asked(model: type[BaseModel], **fields: Any) -> ChatCompletionHandler | Text
     return (ChatCompletionHandler if model is request_schemas.ChatRequest else TextCompletionHandler)(
         dispatcher(), body, {}, {}
     )
+
+
+def _chunk_texts(job: GenerationJob) -> list[str]:
+    chunks = job.params.cached_chunks
+    return [] if chunks is None else [bytes(job.prompt[start:stop]).decode() for start, stop in chunks.spans]
 
 
 def params(model: type[BaseModel], **fields: Any) -> SamplingParams:
@@ -105,6 +110,7 @@ SHARED = {
     "stop_token_ids": ([4], lambda a: a.jobs[0].params.stop_ids, (4,)),
     "ignore_eos": (True, lambda a: a.jobs[0].params.ignore_eos, True),
     "cache_salt": ("x", lambda a: a.jobs[0].salt, "x"),
+    "cache_chunks": (["hi"], lambda a: _chunk_texts(a.jobs[0]), ["hi"]),
     "frequency_penalty": (0.5, lambda a: a.jobs[0].params.frequency_penalty, 0.5),
     "presence_penalty": (-0.5, lambda a: a.jobs[0].params.presence_penalty, -0.5),
     "logit_bias": ({"7": -100}, lambda a: a.jobs[0].params.logit_bias, {7: -100.0}),
@@ -164,7 +170,7 @@ ELSEWHERE = {
 }
 """Seen by tests of their own: answers, the log, templates."""
 for _names in ELSEWHERE.values():
-    _names |= {"parse_special", "return_token_ids", "truncation_side"}
+    _names |= {"parse_special", "return_token_ids", "truncation_side", "cache_chunk_share"}
 NO_EFFECT = {"metadata": {"a": "b"}, "spaces_between_special_tokens": False}
 """Accepted, and documented to change nothing."""
 

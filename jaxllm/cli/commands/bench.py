@@ -65,8 +65,9 @@ def bench_model(argv: list[str]) -> int:
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
                 the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
-                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers; or
-                locret:HEADS.safetensors[,BUDGET], so many by trained heads (docs/serve/kv_cache.md).
+                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers;
+                locret:HEADS.safetensors[,BUDGET], so many by trained heads; or chai[:SIZE], all, with one key for every
+                SIZE kv heads that attend alike, 2 by default (docs/serve/kv_cache.md).
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading.
             tiers: measure instead how fast layers compute at these batch sizes, and come from host memory and from

@@ -78,8 +78,9 @@ def chat(argv: list[str]) -> int:
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
                 the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
-                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers; or
-                locret:HEADS.safetensors[,BUDGET], so many by trained heads (docs/serve/kv_cache.md).
+                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers;
+                locret:HEADS.safetensors[,BUDGET], so many by trained heads; or chai[:SIZE], all, with one key for every
+                SIZE kv heads that attend alike, 2 by default (docs/serve/kv_cache.md).
             offload: serve a model that the device has no room for: layers come to it while they compute, from the host
                 or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
                 layers that stay there, bytes of those that stay in host memory (by default all others), and a directory

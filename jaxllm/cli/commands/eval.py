@@ -52,7 +52,8 @@ def evaluate(argv: list[str]) -> int:
             kv_format: with --needle or --tasks: format of the KV cache: auto (the compute dtype), bf16, int8, fp8,
                 int4, bfp4, kivi4 or kivi2 (docs/serve/kv_cache.md).
             kv_keep: with --needle or --tasks: tokens that stay in the KV cache: all, window+sinks[:RECENT[,SINKS]],
-                corm[:THRESHOLD], pyramid[:SHARE] or locret:HEADS.safetensors[,BUDGET] (docs/serve/kv_cache.md).
+                corm[:THRESHOLD], pyramid[:SHARE], locret:HEADS.safetensors[,BUDGET] or chai[:SIZE]
+                (docs/serve/kv_cache.md).
         """
         check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()

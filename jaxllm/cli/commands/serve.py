@@ -63,6 +63,8 @@ def serve(argv: list[str]) -> int:
         kv_keep: str = "all",
         kv_host: float = 0.0,
         kv_disk: Path | None = None,
+        chunk_cache: bool = False,
+        two_phase: bool = False,
         layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
         pools: str | None = None,
@@ -125,12 +127,17 @@ def serve(argv: list[str]) -> int:
                 int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
                 the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
-                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers; or
-                locret:HEADS.safetensors[,BUDGET], so many by trained heads (docs/serve/kv_cache.md).
+                recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers;
+                locret:HEADS.safetensors[,BUDGET], so many by trained heads; or chai[:SIZE], all, with one key for every
+                SIZE kv heads that attend alike, 2 by default (docs/serve/kv_cache.md).
             kv_host: GiB of host memory for pages of the prefix cache that the device has no room for, those of
                 preempted sequences too.
             kv_disk: directory for pages that leave host memory; they are found again after a restart
                 (docs/serve/kv_cache.md).
+            chunk_cache: requests may name parts of their prompts, in cache_chunks, whose keys and values are reused at
+                any position (docs/serve/kv_cache.md).
+            two_phase: decode steps read the pages that sequences have in common, such as a system prompt's, once for
+                all of them (docs/serve/kv_cache.md).
             layers: stacked: parameters of alike layers in one array; apart: one array per layer, which decodes faster
                 on CPUs and GPUs and compiles ten times as long; auto: apart where the programs for that are there, by
                 `jaxllm compile --serve DIR --layers apart` or an earlier start, and stacked otherwise.
@@ -219,7 +226,8 @@ def serve(argv: list[str]) -> int:
             raise UsageError("--admin-key-file is for adapters; give --adapters DIR too.")
         plain = serving_config(
             max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype="auto",
-            adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank,
+            adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank, chunk_cache=chunk_cache,
+            two_phase=two_phase,
         )  # fmt: skip
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs

@@ -31,8 +31,9 @@ from typing import Any, Literal, SupportsIndex
 import jax
 import numpy as np
 
-from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
+from jaxllm.infer.chunks.chunk_moves import ChunkMover, check_chunk_cache
+from jaxllm.infer.chunks.chunk_requests import await_chunks
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.candidates import CandidateSelector
@@ -60,7 +61,7 @@ from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.side_work import SideWork, StepRoom
-from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength, roofline_knee
+from jaxllm.infer.speculate.draft_length import length_of_drafts
 from jaxllm.infer.speculate.draft_model import ServedModel
 from jaxllm.infer.speculate.head_draft import HeadProposer
 from jaxllm.infer.speculate.proposer_table import configured, make_proposer
@@ -70,8 +71,8 @@ from jaxllm.infer.stages.staged_runner import StagedRunner, with_stages
 from jaxllm.infer.start_progress import Listener
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner, check_streamed
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.infer.weight_folding import Folding, folding_of
 from jaxllm.models import Functional
-from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
@@ -106,6 +107,8 @@ class Engine:
         virtual_tokens: number of places that each sequence begins with, whose tokens the model replaces by its own.
 
     Attributes:
+        folding: what has been folded into the weights, which ``swap`` folds into others; None: nothing.
+        chunk_mover: copies cached chunks, with ``config.chunk_cache``; None: there are none.
         side_work: work that shares the devices with the steps; None: none. Set it before the first step.
     """
 
@@ -131,14 +134,15 @@ class Engine:
             raise ValueError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
-        self.proposer, self.draft_length = proposer, self._length_of_drafts()
+        self.proposer, self.draft_length = proposer, length_of_drafts(config, runner.params)
         self.adapters = AdapterCatalogue() if adapters is None else adapters
         self.adapter_slots = self._slots_of_adapters()
         self.draft_runs = DraftRuns(config) if config.draft_runs > 1 else None
         windows = [spec.groups[group].window for group in spec.tables]
         rules = [rule for group in spec.groups for rule in group.rules]
         self.page_tiers = PageTiers(runner, config)
-        self.channel_order: ChannelOrder | None = None
+        self.folding: Folding | None = None
+        self.chunk_mover: ChunkMover | None = None
         self.metrics = EngineMetrics()
         self._in_flight: deque[_StepInFlight] = deque()
 
@@ -210,8 +214,8 @@ class Engine:
             plain_first: with ``background``: the first programs have the plain sampler, which compiles in half the
                 time; the first request that needs the other one waits for it.
             shipped, trusted: see ``ProgramCache``.
-            layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels, keep them as they are
-                given.
+            layers: see ``ModelRunner``; speculation, and a KV cache format that orders channels or clusters heads,
+                keep them as they are given.
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
             reserved_bytes: device memory that is left to side work.
             path: directory or file that the model is from, for ``speculate = "mtp"``; None: unknown.
@@ -230,27 +234,25 @@ class Engine:
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
         if not 1 <= size <= most:
             raise ValueError(f"vocab_size = {size}; give 1 to {most}, the size of the model's vocabulary.")
-        if config.orders_channels and mesh is not None and mesh.size > 1:
-            raise ValueError(
-                f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
-            )
+        if config.chunk_cache:
+            check_chunk_cache(model.config, mesh)
         streamed: StreamedWeights | None = None
         staged = mesh if config.stages > 1 else None
         if isinstance(params, StreamedWeights):
             streamed, params = params, params.ends
         check_streamed(config, None if streamed is None else streamed.placement)
-        order = ChannelOrder(model, params) if config.orders_channels else None
-        if order is not None:
-            model, params = order.model, order.fold(params)
+        folding = folding_of(config, model, params, size, tokenizer, mesh)
+        if folding is not None:
+            model, params = folding.model, folding.fold(params)
         if config.speculate is not None:
             # A draft model is on the device, and with pipeline stages on the first stage's.
-            own = replace(config, layer_window=0, stages=1, draft_runs=1)
+            own = replace(config, layer_window=0, stages=1, draft_runs=1, two_phase=False)
             over = mesh if staged is None else stage_mesh(staged, 0)
             proposer = make_proposer(
                 ServedModel(model, params, own, tokenizer, size, longest, over, manifest, strict, background, path)
             )
         reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
-        may_choose = all(x is None for x in (config.speculate, proposer, order, streamed, config.pools))
+        may_choose = all(x is None for x in (config.speculate, proposer, folding, streamed, config.pools))
         make = PooledRunner if config.pools is not None else ModelRunner if staged is None else StagedRunner
         if streamed is not None:
             make = functools.partial(StreamedRunner, weights=streamed)
@@ -264,7 +266,9 @@ class Engine:
             whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
-        engine.channel_order = order
+        engine.folding = folding
+        if config.chunk_cache:
+            engine.chunk_mover = ChunkMover(runner)
         if isinstance(proposer, HeadProposer):
             proposer.attach(runner)
         return engine
@@ -338,6 +342,7 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_scores = [(float("nan"), -1)] * (len(prompt) - 1)
             request.prompt_top = [()] * (len(prompt) - 1)
+        await_chunks(request, self.submit, self.scheduler, self.runner.spec.page_size)
         for sequence in request.sequences:
             self.scheduler.add(sequence)
         return request
@@ -552,7 +557,7 @@ class Engine:
                 slots.keep(self.adapters.add(name, source), packed[name])
         if params is None:
             return
-        self.runner.swap(params if self.channel_order is None else self.channel_order.fold(params))
+        self.runner.swap(params if self.folding is None else self.folding.fold(params))
         self.page_tiers.restart()
         if isinstance(self.proposer, BatchProposer):
             self.proposer.swap(self.runner.params)
@@ -573,6 +578,8 @@ class Engine:
         plans = [] if self.paused or self.scheduler.idle else self.scheduler.plans()
         for plan in plans:
             self.page_tiers.transfer(plan.replica, plan)
+            if self.chunk_mover is not None:
+                self.chunk_mover.move(plan.moves)
             self._seat(plan.replica, plan)
         started = 0
         if self.side_work is not None and self.scheduler.idle and not (out or self._in_flight or self.paused):
@@ -643,7 +650,8 @@ class Engine:
         shape = runner.choose(many, tokens, **step_inputs.program_kind(plans), **where)
         packed, tables = np.zeros((len(plans), shape.inputs.size), np.int32), self.scheduler.page_tables
         for own, plan in zip(packed, plans, strict=True):
-            step_inputs.fill(plan, shape, tables[plan.replica], shape.inputs.views(own), self.adapter_slots)
+            views, size = shape.inputs.views(own), runner.spec.page_size
+            step_inputs.fill(plan, shape, tables[plan.replica], views, self.adapter_slots, size)
             metrics.prompt_tokens += sum(c.count for c in plan.chunks if c.start < len(c.sequence.request.prompt))
             metrics.padding_tokens += shape.tokens - plan.tokens
         metrics.steps += 1
@@ -698,23 +706,6 @@ class Engine:
             seconds -= sum(plan.drafting_seconds for plan in step.plans)
             passes = max(plan.steps for plan in step.plans)
             self.draft_length.record_step(step.shape.tokens, seconds / passes, decode=decode)
-
-    def _length_of_drafts(self) -> DraftLength:
-        config = self.config
-        fixed = config.draft_length == "fixed" or config.draft_trees
-        if config.speculate is None or fixed or config.layer_window or config.stages > 1:
-            # To read the layers takes the time of a step with streamed weights, however many tokens it verifies; and
-            # the time between two results of a pipeline is not that of a step.
-            return FixedDraftLength(config.verify_tokens)
-        return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, self._knee())
-
-    def _knee(self) -> float:
-        """Rows from which a step is bound by arithmetic, by the data sheet of the device; none known on a CPU."""
-        leaves = jax.tree.leaves(self.runner.params)
-        peak = peak_of(next(iter(leaves[0].devices())).device_kind) if leaves else None
-        if peak is None:
-            return AdaptiveDraftLength.knee
-        return roofline_knee(sum(x.nbytes for x in leaves), sum(x.size for x in leaves), peak.flops, peak.bandwidth)
 
     def _replica_outputs(
         self, plan: StepPlan, shape: StepShape, outputs: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]

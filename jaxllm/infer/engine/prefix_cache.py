@@ -10,8 +10,9 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
-from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.chunks.cached_chunks import Reuse
+from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator, page_hash
+from jaxllm.infer.engine.sequence import Request, Sequence
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import Page, PageStore
 
@@ -29,6 +30,15 @@ def prefix_salt(config: EngineConfig, *, client: str = "", adapter: str = "", in
     """
     parts = {"client": client, "adapter": adapter, "inputs": inputs, "kv": config.kv_dtype, "rule": config.retention}
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def chunk_hashes(request: Request, reuse: Reuse, page_size: int) -> list[bytes]:
+    """Hashes of a chunk's whole pages: those of a prompt of the chunk alone."""
+    found, before = list[bytes](), request.salt
+    for at in range(reuse.origin, reuse.end - page_size + 1, page_size):
+        before = page_hash(before, request.prompt[at : at + page_size])
+        found.append(before)
+    return found
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,18 @@ class PrefixCache:
             sequence.computed = sequence.found = reach
             return reach
         return 0
+
+    def chunk_pages(self, sequence: Sequence, reuse: Reuse) -> list[list[int]] | None:
+        """Pages of a cached chunk by layer group, those that have what a sequence reuses; None if one is missing."""
+        size, hashes = self.page_size, chunk_hashes(sequence.request, reuse, self.page_size)
+        first, stop = (sequence.computed - reuse.origin) // size, -(-(reuse.stop - reuse.origin) // size)
+        held = [[NO_PAGE] * first + [pages.find(one) for one in hashes[first:stop]] for pages in self.pages]
+        return None if any(page is None for own in held for page in own) else held  # pyright: ignore[reportReturnType]
+
+    def has_chunk(self, request: Request, reuse: Reuse) -> bool:
+        """Whether all whole pages of a chunk are in the prefix cache."""
+        hashes = chunk_hashes(request, reuse, self.page_size)
+        return all(pages.find(one) is not None for pages in self.pages for one in hashes)
 
     def _find(
         self, sequence: Sequence, pages: PageAllocator, window: int | None, columns: int, reach: int

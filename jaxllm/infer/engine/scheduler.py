@@ -23,6 +23,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jaxllm.infer.chunks.chunk_moves import ChunkMove
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
 from jaxllm.infer.engine.policies import revise_prediction
@@ -62,7 +63,8 @@ class Scheduler:
         pages: page allocator of each pool.
         running: sequences in the batch.
         waiting: sequences that wait for a slot, preempted ones included.
-        forks: further completions of a request; they wait until the request's first has its prompt in pages.
+        forks: further completions of a request; they wait until the request's first has its prompt in pages. Also
+            requests whose cached chunks are being computed.
         preemptions: number of preemptions so far.
         hit_tokens: prompt tokens found in the prefix cache so far.
         returned_pages: pages that evictions by scores have emptied so far.
@@ -137,7 +139,7 @@ class Scheduler:
         """Queues a sequence; a request's further completions share the prompt of its first."""
         groups = len(self._pools)
         sequence.pages, sequence.cleared, sequence.entries = [[] for _ in range(groups)], [0] * groups, [0] * groups
-        (self.forks if sequence.number else self.waiting).append(sequence)
+        (self.forks if sequence.number or sequence.request.awaits else self.waiting).append(sequence)
 
     def plans(self) -> list[StepPlan]:
         """Plan of the one replica, or none; see ``ReplicaSchedulers``."""
@@ -190,6 +192,7 @@ class Scheduler:
                 self._schedule(plan, sequence, 1 + len(draft.tokens), draft, run)
                 budget -= 1 + len(draft.tokens)
         for sequence in prefills:
+            self._place_chunks(sequence, plan)
             while sequence.slot >= 0 and not (count := self._chunk(sequence, budget, 0)) and not plan.chunks:
                 self._make_room(plan)
             if sequence.slot >= 0 and count and self._reserve(sequence, count, plan):
@@ -205,7 +208,7 @@ class Scheduler:
                 break
         for group, page in self._release:
             self._allocators[group].release(page)
-        if not (plan.chunks or plan.swap_out):
+        if not (plan.chunks or plan.swap_out or plan.moves):
             return None
         plan.spills, plan.restores = self._prefix_cache.take_transfers()
         return plan
@@ -381,7 +384,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int, spare: int) -> int:
         """Length of the next prefill chunk that fits into the budget and the free pages; ``spare`` pages stay free."""
-        left = min(sequence.length - sequence.computed, self._until_eviction(sequence))
+        left = min(sequence.length - sequence.computed, self._until_eviction(sequence), self._until_reuse(sequence))
         if (chunk := self.config.prefill_chunk) is not None:
             count = min(left, chunk - sequence.computed % chunk)
             return count if count <= budget and self._suffices(self._pages_needed(sequence, count), spare) else 0
@@ -394,6 +397,47 @@ class Scheduler:
     def _until_eviction(self, sequence: Sequence) -> int:
         """Tokens of a sequence until its next eviction by scores, where a chunk has to end."""
         return sys.maxsize if self._interval is None else self._interval - sequence.computed % self._interval
+
+    @staticmethod
+    def _until_reuse(sequence: Sequence) -> int:
+        """Tokens of a sequence until the next ones that it reuses of a cached chunk, where a chunk has to end."""
+        starts = (one.start - sequence.computed for one in sequence.request.reuses)
+        return min((count for count in starts if count > 0), default=sys.maxsize)
+
+    def _place_chunks(self, sequence: Sequence, plan: StepPlan) -> int:
+        """Copies what a sequence reuses of cached chunks from here on, one behind the other; returns how many."""
+        count = 0
+        while self._place_chunk(sequence, plan):
+            count += 1
+        return count
+
+    def _place_chunk(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Copies what a sequence reuses of a cached chunk, if that begins here, is cached, and there are pages for it.
+
+        What is not copied is computed.
+        """
+        reuse = next((one for one in sequence.request.reuses if one.start <= sequence.computed < one.stop), None)
+        if reuse is None:
+            return False
+        start, count = sequence.computed, reuse.stop - sequence.computed
+        held = self._prefix_cache.chunk_pages(sequence, reuse)
+        shared = any(self._copies(*one, start) for one in zip(self._allocators, sequence.pages, strict=True))
+        if held is None or shared:
+            return False
+        for group, own in enumerate(held):
+            for page in own:
+                if page != NO_PAGE:
+                    # Released after planning: nothing else in this step may write to the page before it is read.
+                    self._allocators[group].share(page)
+                    self._release.append((group, page))
+        if not self._reserve(sequence, count, plan):
+            return False
+        plan.moves.append(ChunkMove.of(sequence, reuse, start, held, self.page_size))
+        sequence.computed = reuse.stop
+        self.hit_tokens += count
+        if sequence.number == 0 and sequence.length == len(sequence.request.prompt):
+            sequence.request.cached_tokens += count
+        return True
 
     def _suffices(self, needs: Iterable[int], spare: int = 0) -> bool:
         """Whether so many pages of each layer group can be allocated, and ``spare`` of each pool stay free."""
@@ -489,7 +533,10 @@ class Scheduler:
         self._drop_runs(victim)
         self.running.remove(victim)
         self.waiting.appendleft(victim)
-        swap = self.config.preemption == "swap"
+        # Copies of chunks are made after pages are swapped out, and what is freed may be another's by then.
+        moves = [move for move in plan.moves if move.sequence is not victim]
+        swap = self.config.preemption == "swap" and len(moves) == len(plan.moves)
+        plan.moves = moves
         if swap:
             held = [
                 ([c for c, page in enumerate(own) if page != NO_PAGE], [page for page in own if page != NO_PAGE])
@@ -568,11 +615,19 @@ class Scheduler:
             sequence.unsettled = len(self.draft_runs.drafted(sequence))
 
     def _start_forks(self) -> None:
-        """Queues further completions whose request's first has its prompt in pages; they share those pages.
+        """Queues requests whose cached chunks are there, and further completions whose first has its prompt in pages.
+
+        The latter share those pages.
 
         Each computes the last token of the prompt again, to sample a token after it.
         """
         for sequence in list(self.forks):
+            if any(s.finish is None for request in sequence.request.awaits for s in request.sequences):
+                continue
+            if sequence.number == 0:
+                self.forks.remove(sequence)
+                self.waiting.append(sequence)
+                continue
             first, last = sequence.request.sequences[0], len(sequence.request.prompt) - 1
             if first.finish is None and first.slot >= 0 and first.computed <= last:
                 continue
@@ -628,9 +683,11 @@ class Scheduler:
                 self._free(sequence)
             return 0
         spare = self._spare if self.running else 0
+        placed = self._place_chunks(sequence, plan)
         count = self._chunk(sequence, budget, spare)
         if not count or not self._reserve(sequence, count, plan):
-            if found:
+            del plan.moves[len(plan.moves) - placed :]
+            if found or placed:
                 self._free(sequence)
             return 0
         self._take_slot(sequence, plan)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxllm.infer.adapter_catalogue import AdapterRevision
+from jaxllm.infer.chunks.cached_chunks import Reuse
 from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.engine.page_allocator import page_hash
 from jaxllm.infer.engine.policies import Service
@@ -38,7 +39,10 @@ class Request:
         failure: why its sequences ended with "error": ``AdapterError``, ``StepFailedError``; None: they did not, or by
             a grammar.
         virtual_tokens: number of places at the start of the prompt that the model's virtual tokens take.
-        cached_tokens: tokens of the prompt that were found in the prefix cache when it was first scheduled.
+        cached_tokens: tokens of the prompt that were found in the prefix cache when it was first scheduled, those that
+            are copied of cached chunks included.
+        reuses: what is copied of cached chunks, see ``SamplingParams.cached_chunks``.
+        awaits: requests that compute its chunks, for which it waits.
     """
 
     id: int
@@ -59,6 +63,8 @@ class Request:
     failure: Exception | None = None
     virtual_tokens: int = 0
     cached_tokens: int = 0
+    reuses: tuple[Reuse, ...] = ()
+    awaits: tuple[Request, ...] = ()
 
     @property
     def text(self) -> list[int]:
@@ -174,5 +180,7 @@ class Sequence:
         while len(self._hashes) <= column:
             at = len(self._hashes)
             before = self._hashes[-1] if at else self.request.salt
+            if (chunks := self.request.params.cached_chunks) is not None:
+                before += chunks.mark(at * page_size, (at + 1) * page_size)
             self._hashes.append(page_hash(before, self.tokens[at * page_size : (at + 1) * page_size]))
         return self._hashes[column]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jaxllm.infer.chunks.common_pages import common_pages
 from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
@@ -19,6 +20,7 @@ def fill(
     tables: Iterable[np.ndarray],
     x: Mapping[str, np.ndarray],
     adapters: AdapterSlots | None = None,
+    page_size: int = 0,
 ) -> None:
     """Fills the views of a step's input buffer, all of them zero.
 
@@ -27,6 +29,7 @@ def fill(
         tables: int32[R, J], page table of every slot, per layer group.
         x: ``shape.inputs.views(...)``.
         adapters: adapters on the device; None: the engine serves none.
+        page_size: positions of a page, for programs that read common pages once.
     """
     chunks, many = plan.chunks, len(plan.chunks)
     counts = np.fromiter((c.count for c in chunks), np.int32, many)
@@ -61,6 +64,9 @@ def fill(
         _fill_trees(chunks, ends, shape, x)
     if shape.retained and chunks:
         x["fresh"][:, :many] = np.swapaxes([c.fresh for c in chunks], 0, 1)
+    if shape.shares:
+        for group, row in enumerate(x["shared"]):
+            row[:many] = common_pages([c.sequence.pages[group] for c in chunks], [c.start for c in chunks], page_size)
     if shape.residual:
         x["found"][:many] = [c.sequence.found for c in chunks]
     if adapters is not None:

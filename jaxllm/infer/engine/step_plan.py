@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxllm.infer.chunks.chunk_moves import ChunkMove
 from jaxllm.infer.engine.page_allocator import PageAllocator
 from jaxllm.infer.engine.policy_state import PolicyState
 from jaxllm.infer.engine.prefix_cache import PrefixCache
@@ -62,6 +63,7 @@ class StepPlan:
         swap_in: sequences to copy back after that: the same.
         spills: evicted pages to copy to the page store before anything else: (layer group, page, hash).
         restores: pages to copy from the page store after that: (layer group, page, contents).
+        moves: copies of cached chunks into sequences' pages, after that.
         admitted: sequences that got a slot.
         speculates: tokens were to be proposed for some of its sequences.
         drafting_seconds: time that the proposer took.
@@ -75,6 +77,7 @@ class StepPlan:
     swap_in: list[tuple[Sequence, list[tuple[list[int], list[int]]]]] = field(default_factory=list)
     spills: list[tuple[int, int, bytes]] = field(default_factory=list)
     restores: list[tuple[int, int, Page]] = field(default_factory=list)
+    moves: list[ChunkMove] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     speculates: bool = False
     drafting_seconds: float = 0.0

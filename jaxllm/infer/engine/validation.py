@@ -87,6 +87,11 @@ def check_request(
             raise ValueError(
                 f"{name} = {getattr(params, name)}; this engine was built with top_logprobs = {config.top_logprobs}."
             )
+    if (chunks := params.cached_chunks) is not None:
+        if not config.chunk_cache:
+            raise ValueError("cached_chunks: this engine was built without chunk_cache (--chunk-cache).")
+        if chunks.spans[-1][1] > len(prompt):
+            raise ValueError(f"cached_chunks: spans = {chunks.spans} end behind the prompt's {len(prompt)} tokens.")
     if params.beams > 1 and params.beams + len(stops) > config.top_logprobs:
         raise ValueError(
             f"beams = {params.beams} with {len(stops)} stop tokens need an engine with top_logprobs = "

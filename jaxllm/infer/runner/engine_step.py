@@ -51,7 +51,7 @@ class StepBatch(NamedTuple):
         tables: page table of each group of layers.
         columns: see ``PagedCache``.
         adapters: arguments of ``with_rows``; None in an engine without adapters.
-        rings, tree: see ``PagedCache``.
+        rings, tree, shared: see ``PagedCache``.
     """
 
     tokens: Int[Array, "*B T"]
@@ -63,6 +63,7 @@ class StepBatch(NamedTuple):
     adapters: tuple[Array, ...] | None = None
     rings: tuple[Int[Array, "*B S"], Int[Array, "*B S"]] | None = None
     tree: tuple[Int[Array, "*B T E"], Int[Array, "*B S"]] | None = None
+    shared: tuple[Int[Array, "*B S"], ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,13 +271,14 @@ class EngineStep:
             positions = positions - tree.behind
         positions = jnp.where(rows.real, positions, 0)
         rings = (x["slots"], x["found"]) if shape.residual else None
-        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings, tree)
+        shared = tuple(x["shared"]) if shape.shares else None
+        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings, tree, shared)
 
     def context(self, pools: Pools, batch: StepBatch, heads: RetainingHeads | None = None) -> PagedCache:
         """Attention context of a forward pass."""
         return PagedCache(
             pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings, heads, batch.tree,
+            batch.columns, batch.rings, heads, batch.tree, batch.shared,
         )  # fmt: skip
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:

@@ -435,6 +435,7 @@ class ModelRunner:
             features=self.config.draft_features,
             tree_words=0 if decode else -(-self._tree_tokens // BITS),
             branches=0 if decode else min(self._branches, self.model.config.vocab_size),
+            shares=decode and self.config.two_phase,
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:

@@ -224,6 +224,8 @@ class PagedCache:
             in the prefix cache, see ``Residual``.
         tree: tree mask of the step: Int[Array, "B T E"] and Int[Array, "B R"], see ``TreeMask``; None: there is none.
         heads: ``RetainingHeads`` that score the entries when they are written; None: there are none.
+        shared: of each page table: Int[Array, "B R"], pages that requests begin with and that are read once for all of
+            them, see ``shared_pages``; None: each request's pages are read for itself.
     """
 
     pools: tuple[Any, ...]
@@ -237,6 +239,7 @@ class PagedCache:
     rings: tuple[Any, Any] | None = None
     heads: RetainingHeads | None = None
     tree: tuple[Any, Any] | None = None
+    shared: tuple[Any, ...] | None = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -257,7 +260,7 @@ class PagedCache:
         def local(
             q: Array, k: Array, v: Array | None, sinks: Array | None, scores: Array | None, *shared: Any
         ) -> tuple[Array, ...]:
-            held, form, place, ragged, retention, residual, tree = self._unshared(index, *shared)
+            held, form, place, ragged, retention, residual, tree, common = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
                 held = write(held, form.pack(k, v, held.data.dtype), place, ragged, ragged.tokens(len(k)))
@@ -271,6 +274,7 @@ class PagedCache:
                 ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
                 softcap=params.softcap, decode_only=self.decode_only, retention=retention, residual=residual,
                 scores=None if scores is None else scores[0], tree=tree,
+                shared=common,
             )  # fmt: skip
             return out[None], *jax.tree.leaves(pool.slots)
 
@@ -337,26 +341,28 @@ class PagedCache:
             columns = None if self.columns is None else jnp.stack(self.columns[own])[part]
         rings = (None, None) if self.rings is None else self.rings
         tree = (None, None) if self.tree is None else self.tree
-        return *self.pools[index], place, table, self.starts, self.kv_lens, columns, *rings, *tree
+        common = None if self.shared is None or group.window is not None else self.shared[first]
+        return *self.pools[index], place, table, self.starts, self.kv_lens, columns, *rings, *tree, common
 
     def _unshared(
         self,
         index: int,
         *shared: Any,
-    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None, TreeMask | None]:
+    ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None, TreeMask | None, Array | None]:
         """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
-        held, (place, table, starts, kv_lens, columns, rings, found, *tree) = Slots(*shared[:6]), shared[6:]
+        held, (place, table, starts, kv_lens, columns, rings, found, *tree, common) = Slots(*shared[:6]), shared[6:]
         group = self.groups[index]
         form = dataclasses.replace(group.format(), kv_heads=held.data.shape[2])
         retention = None if group.rule is None else Retention(group.rule, columns[0])
         residual = None if rings is None else Residual(rings[0], found[0])
         mask = None if tree[0] is None else TreeMask(tree[0][0], tree[1][0])
-        return held, form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention, residual, mask
+        common = None if common is None else common[0]
+        return held, form, place, RaggedBatch(table[0], starts[0], kv_lens[0]), retention, residual, mask, common
 
     def _with(self, index: int, leaves: Sequence[Array]) -> PagedCache:
         slots = jax.tree.unflatten(jax.tree.structure(self.pools[index]), leaves)
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-_SHARED_AXES = (*(POOL_AXES,) * 6, (), TABLES, *(PER_REQUEST,) * 5, ("batch", None, None), PER_REQUEST)
+_SHARED_AXES = (*(POOL_AXES,) * 6, (), TABLES, *(PER_REQUEST,) * 5, ("batch", None, None), PER_REQUEST, PER_REQUEST)
 """Logical axes of ``PagedCache._shared``."""

@@ -44,6 +44,7 @@ class StepShape:
         tree_words: words of a tree mask, see ``TreeMask``; 0: drafts are chains.
         branches: number of the likeliest tokens after each row, which come out instead of sampled ones, with their
             log-probabilities: the step is of a draft model that makes trees. 0: tokens are sampled.
+        shares: pages that requests begin with are read once for all of them, see ``shared_pages``.
     """
 
     tokens: int
@@ -65,6 +66,7 @@ class StepShape:
     features: bool = False
     tree_words: int = 0
     branches: int = 0
+    shares: bool = False
 
     @property
     def name(self) -> str:
@@ -87,7 +89,8 @@ class StepShape:
         number of tokens to verify at the end of the request's rows; ``hidden`` and ``tree_first`` are the tree mask;
         ``parents`` say after which of these tokens, from 1 on, each of them comes, 0 for the row before them, -1 where
         there is none; ``targets`` are the tokens to be scored, -1 for
-        none; ``adapters`` are the slots of the requests' adapters, -1 for none, and ``adapter_tables`` and
+        none; ``shared`` is the number of a request's first pages that are read once for all; ``adapters`` are the slots
+        of the requests' adapters, -1 for none, and ``adapter_tables`` and
         ``adapter_scales`` say what is in all slots.
         """
         s = self.requests
@@ -115,6 +118,8 @@ class StepShape:
         if self.adapters is not None:
             fields += [("adapters", (s,), "int32"), ("adapter_tables", self.adapters, "int32")]
             fields += [("adapter_scales", self.adapters[:1], "float32")]
+        if self.shares:
+            fields += [("shared", (self.groups, s), "int32")]
         if self.decode:
             fields += [("steps", (), "int32"), ("stops", (s, DEVICE_STOP_TOKENS), "int32")]
         if self.full:

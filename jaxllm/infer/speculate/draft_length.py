@@ -17,9 +17,13 @@ import math
 import weakref
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import jax
+
+from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.engine_config import EngineConfig
 
 INHERITED = 4.0
 """Most draft tokens of all sequences that a new sequence's evidence begins with."""
@@ -229,3 +233,22 @@ def roofline_knee(weight_bytes: int, weights: int, flops: float, bandwidth: floa
 
 def _bucket(sizes: Many[int], count: int) -> int:
     return next((size for size in sizes if size >= count), sizes[-1])
+
+
+def length_of_drafts(config: EngineConfig, params: Any) -> DraftLength:
+    """Draft length that an engine's configuration asks for, for its weights."""
+    fixed = config.draft_length == "fixed" or config.draft_trees
+    if config.speculate is None or fixed or config.layer_window or config.stages > 1:
+        # To read the layers takes the time of a step with streamed weights, however many tokens it verifies; and
+        # the time between two results of a pipeline is not that of a step.
+        return FixedDraftLength(config.verify_tokens)
+    return AdaptiveDraftLength(config.verify_tokens, config.decode_buckets, config.prompt_buckets, _knee(params))
+
+
+def _knee(params: Any) -> float:
+    """Rows from which a step is bound by arithmetic, by the data sheet of the device; none known on a CPU."""
+    leaves = jax.tree.leaves(params)
+    peak = peak_of(next(iter(leaves[0].devices())).device_kind) if leaves else None
+    if peak is None:
+        return AdaptiveDraftLength.knee
+    return roofline_knee(sum(x.nbytes for x in leaves), sum(x.size for x in leaves), peak.flops, peak.bandwidth)

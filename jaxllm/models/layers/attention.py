@@ -21,7 +21,7 @@ import sharding
 from jaxllm.models.attention_context import AttentionContext, AttentionParams, LayerIndex
 from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, unusual
 from jaxllm.models.layers.norm import Norm, NormKind
-from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
+from jaxllm.models.layers.rope import RopeConfig, rotate, rotation, turn
 from jaxllm.models.linear import linear, project_many
 from jaxllm.models.params import constant, declare, use
 from jaxllm.models.tpu_layout import heads_first
@@ -51,6 +51,9 @@ class AttentionConfig(AttentionLayer):
         clip: queries, keys and values are clipped to ``[-clip, clip]`` before rotation (OLMoE; arXiv:2409.02060).
         prefix_tokens: number of virtual tokens at the first positions of a sequence, whose keys and values are
             parameters (prefix tuning, arXiv:2101.00190).
+        cluster_size: kv heads whose attention is alike, and that share queries and a key: a value has so many times
+            ``head_dim`` elements, those of all heads of the cluster (CHAI, arXiv:2403.08058); ``heads`` and
+            ``kv_heads`` count clusters.
     """
 
     heads: int = 4
@@ -65,9 +68,10 @@ class AttentionConfig(AttentionLayer):
     sinks: bool = False
     clip: float | None = None
     prefix_tokens: int = 0
+    cluster_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("heads", "head_dim"):
+        for name in ("heads", "head_dim", "cluster_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"attention: {name} = {getattr(self, name)}; give a positive number.")
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -96,11 +100,28 @@ class AttentionConfig(AttentionLayer):
     @property
     def value_dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Elements of a value per head."""
-        return self.head_dim
+        return self.head_dim * self.cluster_size
 
     def with_prefix(self, tokens: int) -> AttentionConfig:
         """The layer with ``prefix_tokens``."""
         return replace(self, prefix_tokens=tokens)
+
+    def clustered(self, size: int) -> AttentionConfig:
+        """The layer with clusters of ``size`` kv heads, whose query heads go with them."""
+        legal = [n for n in range(2, self.kv_heads + 1) if self.kv_heads % n == 0]
+        if self.cluster_size > 1:
+            raise ValueError(f"the heads are in clusters of {self.cluster_size} already")
+        if size not in legal:
+            raise ValueError(f"clusters of {size} of {self.kv_heads} kv heads; legal sizes: {legal or 'none'}")
+        if self.qk_norm == "all":
+            raise ValueError("qk_norm = 'all' is a norm over the heads that are left out")
+        return replace(self, heads=self.heads // size, kv_heads=self.kv_heads // size, cluster_size=size)
+
+    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
+        """Keys of a cache at positions that are ``by`` later; without rotation they are the same everywhere."""
+        if self.prefix_tokens:
+            raise ValueError("its first keys are a prefix's, which has one place")
+        return keys if self.rope is None else turn(self.rope, keys, by)
 
     def build(
         self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype
@@ -110,11 +131,11 @@ class AttentionConfig(AttentionLayer):
 
     def weight_macs(self, embed_dim: int) -> int:
         """Multiply-adds of one token with the weights of the q, k, v and output projections."""
-        return 2 * embed_dim * self.head_dim * (self.heads + self.kv_heads)
+        return embed_dim * (self.key_dim + self.value_dim) * (self.heads + self.kv_heads)
 
     def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
         """Inputs of the q, k, v and output projections."""
-        return (embed_dim, 3), (self.heads * self.head_dim, 1)
+        return (embed_dim, 3), (self.heads * self.value_dim, 1)
 
     def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
         """Features whose collectives have no formula."""
@@ -122,6 +143,7 @@ class AttentionConfig(AttentionLayer):
             "fewer kv heads than shards of heads": self.kv_heads % kv_shards > 0,
             "norms of all heads together, split": tensor > 1 and self.qk_norm == "all",
             "biases of split layers": tensor > 1 and self.bias != "none",
+            "clusters of heads": self.cluster_size > 1,
         }
         return [name for name, is_so in features.items() if is_so]
 
@@ -149,12 +171,12 @@ class Attention(nnx.Module):
         out_scale: float,
         dtype: jnp.dtype,
     ):
-        d, n, k, h = embed_dim, config.heads, config.kv_heads, config.head_dim
+        d, n, k, h, v = embed_dim, config.heads, config.kv_heads, config.head_dim, config.value_dim
         self.config = config
         self.q = linear("q_proj", (d, n, h), ("embed", "heads", "head_dim"), dtype)
         self.k = linear("k_proj", (d, k, h), ("embed", "kv_heads", "head_dim"), dtype)
-        self.v = linear("v_proj", (d, k, h), ("embed", "kv_heads", "head_dim"), dtype)
-        self.o = linear("o_proj", (n, h, d), ("heads", "head_dim", "embed"), dtype, contract=2, scale=out_scale)
+        self.v = linear("v_proj", (d, k, v), ("embed", "kv_heads", "head_dim"), dtype)
+        self.o = linear("o_proj", (n, v, d), ("heads", "head_dim", "embed"), dtype, contract=2, scale=out_scale)
         if config.qk_norm == "head":
             self.q_norm = Norm(norm, (h,), norm_eps, dtype, ("head_dim",))
             self.k_norm = Norm(norm, (h,), norm_eps, dtype, ("head_dim",))
@@ -164,15 +186,15 @@ class Attention(nnx.Module):
         if config.bias != "none":
             self.q_bias = constant(0.0, (n, h), ("heads", "head_dim"), dtype, role="bias")
             self.k_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype, role="bias")
-            self.v_bias = constant(0.0, (k, h), ("kv_heads", "head_dim"), dtype, role="bias")
+            self.v_bias = constant(0.0, (k, v), ("kv_heads", "head_dim"), dtype, role="bias")
         if config.bias == "all":
             self.o_bias = constant(0.0, (d,), ("embed",), dtype, role="bias")
         if config.sinks:
             self.sinks = constant(0.0, (n,), ("heads",), dtype, role="bias")
         if config.prefix_tokens:
-            shape, axes = (config.prefix_tokens, k, h), (None, "kv_heads", "head_dim")
-            self.prefix_keys = declare(nnx.Param, shape, axes, dtype, "bias", std=1.0)
-            self.prefix_values = declare(nnx.Param, shape, axes, dtype, "bias", std=PREFIX_VALUE_STD)
+            places, axes = (config.prefix_tokens, k), (None, "kv_heads", "head_dim")
+            self.prefix_keys = declare(nnx.Param, (*places, h), axes, dtype, "bias", std=1.0)
+            self.prefix_values = declare(nnx.Param, (*places, v), axes, dtype, "bias", std=PREFIX_VALUE_STD)
 
     def __call__(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext

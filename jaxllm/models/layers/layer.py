@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxllm.models.attention_context import AttentionParams, KVSpec
 from jaxllm.models.layers.norm import NormKind
@@ -64,6 +65,22 @@ class AttentionLayer:
             ValueError: it has no keys and values of its own.
         """
         raise ValueError(f"{type(self).__name__} has no keys and values of its own, which a prefix would be")
+
+    def clustered(self, size: int) -> AttentionLayer:
+        """The layer whose kv heads share queries and keys in clusters of so many (CHAI).
+
+        Raises:
+            ValueError: its heads cannot share them.
+        """
+        raise ValueError(f"{type(self).__name__} has no keys of its own heads")
+
+    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
+        """Keys of a KV cache of the layer as they are at positions that are ``by`` later.
+
+        Raises:
+            ValueError: that does not follow from the keys.
+        """
+        raise ValueError(f"{type(self).__name__} has keys that are not turned by a number of positions")
 
     def build(
         self, embed_dim: int, *, norm: NormKind, norm_eps: float, out_scale: float, dtype: jnp.dtype

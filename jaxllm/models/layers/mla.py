@@ -24,7 +24,7 @@ import sharding
 from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVCacheContext, KVSpec, LayerIndex
 from jaxllm.models.layers.layer import AttentionLayer, MatmulInput
 from jaxllm.models.layers.norm import Norm, NormKind
-from jaxllm.models.layers.rope import RopeConfig, rotate, rotation
+from jaxllm.models.layers.rope import RopeConfig, rotate, rotation, turn
 from jaxllm.models.linear import Weight, linear, multiply_heads, project
 from jaxllm.models.params import constant
 
@@ -100,6 +100,11 @@ class MLAConfig(AttentionLayer):
     def kv_spec(self) -> KVSpec:
         """Shape of a token's KV cache entry: the latent and the shared rotated key."""
         return KVSpec(1, self.latent + self.rope_dim, self.latent, latent=True)
+
+    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
+        """Latents with shared keys of a cache at positions that are ``by`` later: the shared key is turned."""
+        shared = turn(self.rope, keys[..., self.latent :], by)
+        return jnp.concatenate([keys[..., : self.latent], shared], axis=-1)
 
     def weight_macs(self, embed_dim: int) -> int:
         """Multiply-adds of one token with the weights of all projections, in the expanded form."""

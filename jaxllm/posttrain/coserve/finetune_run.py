@@ -157,10 +157,11 @@ def check_engine(engine: Engine, tokens: int) -> None:
         raise ConfigError(
             f"fine-tuning beside an engine on {runner.mesh.size} devices; serve on one: leave --mesh out."
         )
-    if engine.channel_order is not None:
+    if engine.folding is not None:
         raise ConfigError(
-            f"fine-tuning beside an engine with kv_dtype = {config.kv_dtype!r}, which reorders the weights' channels; "
-            "choose another --kv-format, such as int8."
+            f"fine-tuning beside an engine with kv_dtype = {config.kv_dtype!r} and head_clusters = "
+            f"{config.head_clusters}, which reorders or folds the weights; choose another --kv-format, such as int8, "
+            "or --kv-keep."
         )
     if config.speculate is not None or engine.proposer is not None:
         raise ConfigError(

@@ -13,6 +13,7 @@ from jaxllm.serve.api.event_stream import DONE, StreamUsage, check_streaming, ev
 from jaxllm.serve.api.guided_decoding import grammar_of
 from jaxllm.serve.api.logprobs import add_token_ids, chat_logprob, prompt_logprobs
 from jaxllm.serve.api.prompt_encoding import (
+    cached_chunks_of,
     encode_chat,
     remaining_tokens,
     render_chat,
@@ -196,6 +197,7 @@ def _job(
     params = sampling_params(
         body, backend.tokenizer, room if most is None else most, logprobs=top,
         prompt_logprobs=body.prompt_logprobs, spelt=tuple(dict.fromkeys(markers)), grammar=grammar,
+        cached_chunks=cached_chunks_of(body, backend.tokenizer, ids),
     )  # fmt: skip
     return GenerationJob(ids, params, body.cache_salt or "", scheduling_of(body, backend, record), source), options
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.files import DataError
+from jaxllm.infer.chunks.cached_chunks import DEFAULT_SHARE, CachedChunks, chunk_spans
 from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.llm import encode_prompt
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
@@ -277,7 +278,25 @@ def sampling_params(body: SamplingFields, tokenizer: Tokenizer, max_tokens: int,
         return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:
         name = str(error).split(" ")[0]
-        raise ApiError(400, str(error), param=name if name in given else None) from None
+        known = "cache_chunks" if name == "cached_chunks" else name if name in given else None
+        raise ApiError(400, str(error), param=known) from None
+
+
+def cached_chunks_of(body: SamplingFields, tokenizer: Tokenizer, ids: list[int]) -> CachedChunks | None:
+    """Cached chunks of a prompt; None: the request names none.
+
+    Raises:
+        ApiError: one is not in the prompt, or a share is given without chunks.
+    """
+    if body.cache_chunks is None:
+        if body.cache_chunk_share is not None:
+            raise ApiError(400, "cache_chunk_share is for cache_chunks; give those too.", param="cache_chunk_share")
+        return None
+    try:
+        spans = chunk_spans(ids, [tokenizer.encode(text).tolist() for text in body.cache_chunks])
+    except ValueError as error:
+        raise ApiError(400, str(error), param="cache_chunks") from None
+    return CachedChunks(spans, DEFAULT_SHARE if body.cache_chunk_share is None else body.cache_chunk_share)
 
 
 def scheduling_of(body: SamplingFields, backend: Backend, record: Mapping[str, Any]) -> Service:

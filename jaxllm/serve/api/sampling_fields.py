@@ -88,6 +88,16 @@ class SamplingFields(RequestModel):
     cache_salt: Name | None = Field(
         default=None, description="The prefix cache is shared only with requests of the same cache_salt."
     )
+    cache_chunks: Annotated[list[GrammarText], Field(min_length=1, max_length=64)] | None = Field(
+        default=None,
+        description="Parts of the prompt, as they stand in it, such as documents: their keys and values are reused "
+        "wherever they stand in later prompts of the same cache_salt; needs --chunk-cache.",
+    )
+    cache_chunk_share: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="With cache_chunks: share of each part's tokens that is recomputed in its place, 0.25 by default; "
+        "1 is exact.",
+    )
     guided_json: Schema | None = Field(default=None, description="The same as structured_outputs.json.")
     guided_regex: GrammarText | None = Field(default=None, description="The same as structured_outputs.regex.")
     guided_choice: Choices | None = Field(default=None, description="The same as structured_outputs.choice.")

@@ -13,6 +13,7 @@ from jaxllm.serve.api.event_stream import DONE, StreamUsage, check_streaming, ev
 from jaxllm.serve.api.guided_decoding import grammar_of
 from jaxllm.serve.api.logprobs import TextLogprobsBuilder, add_token_ids, prompt_logprobs
 from jaxllm.serve.api.prompt_encoding import (
+    cached_chunks_of,
     encode_prompts,
     remaining_tokens,
     sampling_params,
@@ -160,5 +161,6 @@ def _job(backend: Backend, body: CompletionRequest, ids: list[int], service: Ser
         logprobs=body.logprobs,
         prompt_logprobs=max((n for n in (echoed, body.prompt_logprobs) if n is not None), default=None),
         grammar=grammar_of(body)[0],
+        cached_chunks=cached_chunks_of(body, backend.tokenizer, ids),
     )
     return GenerationJob(ids, params, body.cache_salt or "", service)

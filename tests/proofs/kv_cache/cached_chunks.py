@@ -1,0 +1,201 @@
+"""Cached chunks (Cache-Craft): exact where all is recomputed, a dense reference where not, and error falls between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool
+
+from jaxllm.infer import Engine, Request, SamplingParams
+from jaxllm.infer.chunks.cached_chunks import CachedChunks
+from jaxllm.models import Functional, functional
+from jaxllm.models.attention_context import AttentionParams, LayerIndex
+from tests import quick
+from tests.infer import engines
+from tests.proofs.harness import proof
+
+MODELS = ["llama", "smollm2", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "mixtral", "deepseek_v3"]
+WAYS = [(model, way) for model in MODELS for way in ("roomy", "tight, recompute", "tight, swap")]
+ROWS = 112
+"""Rows of the reference: a text and its chunks once more."""
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Seen:
+    """Attention context with an explicit mask besides the sliding window by position."""
+
+    mask: Any
+
+    def attend(
+        self, layer: LayerIndex, q: Array, k: Array, v: Array, positions: Array, params: AttentionParams,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Seen]:  # fmt: skip
+        assert sinks is None
+        (b, s, n, h), kv = q.shape, k.shape[2]
+        scores = jnp.einsum("btkgh,bskh->bkgts", q.reshape(b, s, kv, n // kv, h), k) * params.scale
+        if params.softcap is not None:
+            scores = params.softcap * jnp.tanh(scores / params.softcap)
+        mask = self.mask
+        if params.window is not None:
+            mask = mask & (positions[0][:, None] - positions[0] < params.window)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bkgts,bskv->btkgv", weights, v).reshape(b, s, n, -1), self
+
+
+def reference(model: str, tokens: list[int], chunks: CachedChunks, page_size: int, prompt: int) -> np.ndarray:
+    """Log-probabilities of a text whose chunks are reused."""
+    view = View.of(tokens, chunks, page_size, prompt)
+    run, rest = _forward(model), ROWS - len(view.text)
+    text, at = (np.pad(np.asarray(x, np.int32), (0, rest)) for x in (view.text, view.positions))
+    mask = np.eye(ROWS, dtype=bool)
+    mask[:-rest, :-rest] = view.mask
+    return np.asarray(run(text[None], at, mask))[0, : len(tokens)]
+
+
+@functools.cache
+def _forward(model: str) -> Any:
+    """Log-probabilities of texts of ROWS tokens, compiled once."""
+    run, params = functional(engines.model_of(model, "float64")), engines.params_of(model, "float64")
+    return quick.jit(lambda text, at, mask: logprobs(run, params, text, at, mask))
+
+
+def logprobs(model: Functional, params: Any, text: Any, at: Any, mask: Any) -> Array:
+    """Float[B S V] of texts with the same positions [S] and mask [S S]."""
+    positions = jnp.broadcast_to(jnp.asarray(at, jnp.int32), text.shape)
+    hidden, _ = model.forward(params, jnp.asarray(text), positions, Seen(jnp.asarray(mask)))  # type: ignore[arg-type]
+    return jax.nn.log_softmax(model.head(params, hidden))
+
+
+@dataclass(frozen=True)
+class View:
+    """What sees what: each chunk is behind the text once more, by itself, at its place; who looks at a reused token
+    looks at that copy.
+
+    Attributes:
+        text: tokens, those of the copies included.
+        positions: position of each.
+        mask: Bool[S S], which of them each sees.
+    """
+
+    text: list[int]
+    positions: list[int]
+    mask: Bool[np.ndarray, "S S"]
+
+    @classmethod
+    def of(cls, tokens: list[int], chunks: CachedChunks, page_size: int, prompt: int) -> View:
+        many = len(tokens)
+        at, text, source, alone = list(range(many)), list(tokens), list(range(many)), list[tuple[int, int]]()
+        for one in chunks.reuses(page_size, prompt):
+            first = len(text)
+            alone.append((first, first + one.end - one.origin))
+            text += tokens[one.origin : one.end]
+            at += range(one.origin, one.end)
+            source[one.start : one.stop] = range(first + one.start - one.origin, first + one.stop - one.origin)
+        mask = np.zeros((len(text), len(text)), dtype=bool)
+        for i in range(many):
+            mask[i, source[: i + 1]] = True
+        for first, stop in alone:
+            mask[first:stop, first:stop] = np.tri(stop - first, dtype=bool)
+        return cls(text, at, mask)
+
+
+def prompts(rng: np.random.Generator, share: float, many: int) -> list[dict[str, Any]]:
+    """Prompts of some of three documents in any order, with texts between them and a question at the end."""
+    documents = [rng.integers(0, engines.VOCAB, n).tolist() for n in (8, 13, 17)]
+    out = []
+    for _ in range(many):
+        prompt, spans = rng.integers(0, engines.VOCAB, rng.integers(0, 6)).tolist(), []
+        for number in rng.permutation(3)[: rng.integers(1, 4)]:
+            spans.append((len(prompt), len(prompt) + len(documents[number])))
+            prompt += [*documents[number], *rng.integers(0, engines.VOCAB, rng.integers(0, 3)).tolist()]
+        prompt += rng.integers(0, engines.VOCAB, rng.integers(1, 5)).tolist()
+        params = SamplingParams(
+            max_tokens=int(rng.integers(2, 7)), temperature=0.0, logprobs=0,
+            cached_chunks=CachedChunks(tuple(spans), share),
+        )  # fmt: skip
+        out.append({"prompt": prompt, "params": params, "at": int(rng.integers(0, 30))})
+    return out
+
+
+def served(engine: Engine, asked: list[dict[str, Any]]) -> list[Request]:
+    made = engines.serve(engine, asked)
+    for pages in engine.scheduler.pages:
+        assert not any(pages.ref_counts)
+    return made
+
+
+@proof("kv_cache", cases=WAYS, sample=1, float64=True, bound={"all recomputed": 1e-10, "reused": 1e-10})
+def chunks_are_reused_at_any_place(case: tuple[str, str]) -> dict[str, float]:
+    """Random prompts of cached documents: with share 1 the training forward; with others a dense reference in which
+    each reused token was computed in its chunk alone. Pages all come back."""
+    model, way = case
+    rng = np.random.default_rng([*model.encode(), *way.encode()])
+    sizes = dataclasses.replace(engines.ENGINES[way], chunk_cache=True, pages=60)
+    engine, worst = engines.build(sizes, model, "float64"), {"reused": 0.0}
+    exact = served(engine, prompts(rng, 1.0, 3))
+    assert all(not request.reuses for request in exact)
+    worst["all recomputed"] = engines.error(model, "float64", exact)
+    reused = 0
+    for share in (0.0, 0.3):
+        made = served(engine, prompts(rng, share, 5))
+        for request in made:
+            (sequence,), chunks = request.sequences, request.params.cached_chunks
+            assert chunks is not None
+            want = reference(model, sequence.tokens, chunks, engine.runner.spec.page_size, len(request.prompt))
+            begin = len(request.prompt)
+            own = [want[i - 1, sequence.tokens[i]] for i in range(begin, len(sequence.tokens))]
+            worst["reused"] = max(worst["reused"], float(np.abs(np.subtract(own, sequence.logprobs)).max()))
+            reused += request.cached_tokens
+    assert reused > 0
+    return worst
+
+
+@proof("kv_cache", cases=[(model, seed) for model in ("llama", "qwen3", "deepseek_v3") for seed in range(10)],
+       sample=2, float64=True)  # fmt: skip
+def error_falls_with_the_recomputed_share(case: tuple[str, int]) -> None:
+    """Random weights and 64 prompts of three chunks of 24 tokens: the mean difference of the next token's
+    log-probabilities from those of full prefill falls with each larger share, to nothing at 1."""
+    name, seed = case
+    model = functional(engines.model_of(name, "float64"))
+    params = engines.params_of(name, "float64", seed)
+    rows = np.random.default_rng(seed).integers(0, engines.VOCAB, (64, 84))
+    spans = tuple((first, first + 24) for first in (4, 28, 54))
+    errors, want = [], None
+    for share in reversed(SHARES):
+        view = View.of(list(range(84)), CachedChunks(spans, share), 4, 84)
+        run = quick.jit(lambda p, text, view=view: logprobs(model, p, text, view.positions, view.mask))
+        found = np.asarray(run(params, rows[:, view.text]))[:, 83]
+        want = found if want is None else want
+        errors.append(float(np.abs(found - want).mean()))
+    assert errors[0] == 0.0
+    assert np.all(np.diff(errors) > 0)
+
+
+@proof("kv_cache", count=100, sample=1, float64=True, bound=1e-10)
+def copies_in_crowded_pools(seed: int) -> float:
+    """Random histories of prompts with chunks, several completions, cancellations, preemptions and evictions, on a
+    model of one layer, whose keys and values do not depend on context: every copy is exact, so the result is the
+    training forward, whatever is copied, evicted or computed. Pages all come back."""
+    rng = np.random.default_rng(seed)
+    model, way = rng.choice(["shallow llama", "shallow mistral"]), rng.choice(["tight, recompute", "tight, swap"])
+    sizes = dataclasses.replace(engines.ENGINES[way], chunk_cache=True, pages=int(rng.integers(26, 40)))
+    engine = engines.build(sizes, model, "float64")
+    asked = prompts(rng, float(rng.choice([0.0, 0.2, 0.5])), 14)
+    for one in asked:
+        many = engines.LONGEST - len(one["prompt"])
+        one["params"] = dataclasses.replace(one["params"], max_tokens=many, n=int(rng.choice([1, 2])))
+        one["at"] %= 6
+        one["cancel"] = one["at"] + int(rng.integers(0, 15)) if rng.random() < 0.2 else None
+        one["salt"] = str(rng.integers(2))
+    made = served(engine, asked)
+    assert sum(request.cached_tokens for request in made) > 0
+    assert engine.scheduler.preemptions > 0 or model == "shallow mistral"  # which frees what is behind its window
+    return engines.error(model, "float64", made)
