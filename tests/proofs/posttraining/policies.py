@@ -19,14 +19,14 @@ from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.posttrain import train_policy
 from jaxllm.posttrain.advantages import group_centred, group_normalised, leave_one_out
 from jaxllm.posttrain.algorithms import ALGORITHMS, resample_on_correct
-from jaxllm.posttrain.policy_training import RolloutFeed, open_policy_data, with_algorithm
+from jaxllm.posttrain.policy_training import open_policy_data, with_algorithm
 from jaxllm.posttrain.rewards import RewardError
-from jaxllm.train import ObjectiveConfig, Run, value_and_grad
+from jaxllm.train import ObjectiveConfig, value_and_grad
 from jaxllm.train import loop as training_loop
 from jaxllm.train.records.run_directory import RunDirectory
-from jaxllm.train.step.loss import token_logprobs
 from sharding import MeshSpec, abstract_params, shardings_of
 from tests import tiny
+from tests.posttrain.checked_feed import CheckedFeed
 from tests.posttrain.policy_losses import (
     LARGEST,
     drawn_params,
@@ -188,37 +188,6 @@ def roc_keeps_what_it_says(seed: int) -> None:
         assert all(abs(counts[int(n)] - expected) < 6 * np.sqrt(expected) for n in wrong)
 
 
-class CheckedFeed(RolloutFeed):
-    """Feed that compares the log-probabilities of every rollout with the training forward pass of the same weights."""
-
-    worst = 0.0
-    steps = 0
-
-    def batches(self, run: Run, first: int, params: Any) -> Any:
-        model = run.model
-
-        def checked() -> Any:
-            with RolloutFeed.batches(self, run, first, params) as given:
-                score = jax.jit(lambda params, batch: token_logprobs(model, params, batch)[0])
-                for step, batch in given:
-                    with jax.set_mesh(run.mesh):
-                        now = np.asarray(
-                            score(params(), batch._replace(weights=None, advantages=None, old_logprobs=None))
-                        )
-                    real = np.asarray(batch.targets) >= 0
-                    assert real.any()
-                    self.worst = max(self.worst, float(np.abs(now - np.asarray(batch.old_logprobs))[real].max()))
-                    assert self.engine is not None
-                    assert self.engine.engine.version == step - first + 1
-                    assert self.engine.engine.runner.program_cache.counts.late == 0  # type: ignore[attr-defined]
-                    self.steps += 1
-                    yield step, batch
-
-        import contextlib
-
-        return contextlib.nullcontext(checked())
-
-
 @proof(
     "posttraining", cases=["dp", "data=2,fsdp=2,tensor=2", "adapter", "one device", "two devices"], sample=1, bound=1e-5
 )
@@ -244,7 +213,7 @@ def rollouts_are_on_policy(case: str) -> float:
         config = with_algorithm(config)
         feed = CheckedFeed(config, open_policy_data(config))
         directory = training_loop.train(config, data=feed.dataset, feed=feed).directory
-        assert feed.steps == 6
+        assert len(feed.gaps) == 6
         if case == "adapter":
             kl = [row["kl"] for row in rows_of(directory)]
             assert abs(kl[0]) < 1e-6 < kl[-1], "the adapter starts as its base, and leaves it"
