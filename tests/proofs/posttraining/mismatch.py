@@ -13,7 +13,7 @@ ALSO_COVERS = ("tests/posttrain/smollm2_mismatch.py", "tests/posttrain/checked_f
 
 @proof("posttraining", cases=["float32", "bfloat16"], sample=1, bound={"mean": 1.25, "largest": 2.5}, parallel=False)
 def rollouts_of_smollm2_are_on_policy(dtype: str) -> dict[str, float]:
-    """Mean and largest difference over 200 rollouts after swaps, over those of another forward pass of the same weights.
+    """Mean and largest difference over 200 rollouts after swaps, over those of another pass of the same weights.
 
     float32: over what the training forward pass differs from float64 by, so that no pass in float32 could be much
     closer; bfloat16: over what a pass in float32 differs by.
