@@ -1,7 +1,8 @@
-"""``jaxllm eval``: bits per byte on held-out text, accuracy on held-out pairs, or scores on tasks."""
+"""``jaxllm eval``: bits per byte on held-out text, accuracy on held-out pairs, scores on tasks, or what was lost."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,12 +10,15 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_kv_cache, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, load_with_progress, progress_bar
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 
 if TYPE_CHECKING:
     from jaxllm.parallel.distributed import ProcessGroup
+
+TEXT_ROWS, TEXT_TOKENS = 8, 512
+"""Rows of text, and tokens of a row, that a model is compared with its original on by default."""
 
 
 def evaluate(argv: list[str]) -> int:
@@ -29,11 +33,14 @@ def evaluate(argv: list[str]) -> int:
         max_len: int = 2048,
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "plain",
+        original: str | None = None,
+        text: tuple[Path, ...] = (),
         needle: bool = False,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
     ) -> int:
-        """Measures bits per byte on the held-out split of the run's data (lower is better), or scores on --tasks.
+        """Measures bits per byte on the held-out split of the run's data (lower is better), scores on --tasks, or what
+        a model lost of its --original.
 
         Bits per byte are compared with those of a byte bigram model; the exit status is 1 if the model is not better.
         A run with a preference objective is evaluated on its held-out pairs: loss, accuracy, margin of the rewards.
@@ -43,10 +50,15 @@ def evaluate(argv: list[str]) -> int:
             step: step of the checkpoint; the newest by default.
             tasks: comma-separated: .jsonl files (docs/serve/serving.md), names of lm-eval tasks, or YAML files of
                 lm-eval tasks.
-            limit: number of first rows of each task to use; all by default.
+            limit: number of first rows of each task to use, all by default; of text with --original, 8 by default.
             max_len: maximum length of a row in tokens; longer rows are truncated from the left.
-            dtype: with --tasks or --needle, compute dtype of a model from another library, float32 by default.
-            weights: with --tasks, as for `jaxllm generate`: packed, or a format to round to.
+            dtype: with --tasks, --original or --needle, compute dtype of a model from another library, by default
+                float32.
+            weights: with --tasks or --original, as for `jaxllm generate`: packed, or a format to round to.
+            original: compare with this model, which MODEL was made of: negative log-likelihood of both, the
+                Kullback-Leibler divergence of MODEL's distribution, and how often both have the same likeliest token;
+                with --tasks, scores of both.
+            text: with --original: text files to compare on; held-out Shakespeare by default.
             needle: measure the KV cache instead: negative log-likelihood of held-out Shakespeare, recall of pass keys
                 hidden in it, and bytes, beside those of the full cache.
             kv_format: with --needle or --tasks: format of the KV cache: auto (the compute dtype), bf16, int8, fp8,
@@ -61,6 +73,15 @@ def evaluate(argv: list[str]) -> int:
             if tasks or step is not None or limit is not None or weights != "plain":
                 raise UsageError("--needle goes with --max-len, --dtype, --kv-format and --kv-keep only.")
             return compare_caches(model, max_len, dtype, kv_format, kv_keep)
+        if text and original is None:
+            raise UsageError("--text is what a model is compared on with its --original; give both.")
+        if original is not None:
+            if step is not None or (kv_format, kv_keep) != ("auto", "all"):
+                raise UsageError(
+                    "--original goes with --text, --tasks, --limit, --max-len, --dtype and --weights only."
+                )
+            names = [name for name in tasks.split(",") if name]
+            return compare_with_original(model, original, text, names, limit, max_len, dtype, weights)
         if not tasks and (kv_format, kv_keep) != ("auto", "all"):
             raise UsageError("--kv-format and --kv-keep are for --needle and --tasks.")
         if tasks:
@@ -69,7 +90,7 @@ def evaluate(argv: list[str]) -> int:
             names = [name for name in tasks.split(",") if name]
             return run_tasks(model, names, limit, max_len, dtype, weights, kv_format, kv_keep)
         if limit is not None or dtype is not None or weights != "plain":
-            raise UsageError("--limit, --dtype and --weights are for --tasks.")
+            raise UsageError("--limit, --dtype and --weights are for --tasks and --original.")
         with processes() as group:
             return measure(group, Path(model), step)
 
@@ -120,6 +141,50 @@ def evaluate(argv: list[str]) -> int:
         return 0
 
     return parse_command(run, argv, "jaxllm eval")
+
+
+def compare_with_original(
+    model: str,
+    original: str,
+    text: Sequence[Path],
+    tasks: list[str],
+    limit: int | None,
+    max_len: int,
+    dtype: Literal["float32", "bfloat16"] | None,
+    weights: str,
+) -> int:
+    """Prints what a model lost of the one that it was made of: on text, or on tasks."""
+    import numpy as np
+
+    from jaxllm.data import corpus
+    from jaxllm.evals.model_comparison import compare_models
+
+    if tasks:
+        for name, kept in ((original, "plain"), (model, weights)):
+            print(f"{name}:", flush=True)
+            if status := run_tasks(name, tasks, limit, max_len, dtype, kept):
+                return status
+        return 0
+    before = load_with_progress(original, dtype)
+    after = load_with_progress(model, dtype, weights=weights)
+    files = list(text) or [corpus.path("heldout")]
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise UsageError(f"--text: there is no file {missing[0]}.")
+    ids = [int(token) for file in files for token in before.tokenizer.encode(file.read_text("utf-8"))]
+    length = min(max_len, TEXT_TOKENS)
+    if len(ids) < length:
+        raise UsageError(f"--text has {len(ids)} tokens, and a row has {length}: give more, or a smaller --max-len.")
+    count = min(limit or TEXT_ROWS, len(ids) // length)
+    rows = np.asarray(ids[: count * length], np.int32).reshape(count, length)
+    with progress_bar("comparing", model) as progress:
+        found = compare_models(before, after, rows, lambda done: progress("rows", done, len(rows)))
+    print(
+        f"{model} beside {original}: {found.tokens:,} tokens of {', '.join(map(str, text)) or 'held-out Shakespeare'}"
+    )
+    print(f"  NLL        {found.original_nll:.4f} -> {found.nll:.4f} nats ({found.nll / found.original_nll - 1:+.2%})")
+    print(f"  KL         {found.kl:.4f} nats from the original's distribution")
+    print(f"  agreement  {found.agreement:.1%} of the likeliest tokens")
+    return 0
 
 
 def compare_caches(
