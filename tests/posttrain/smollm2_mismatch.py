@@ -14,6 +14,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,20 @@ from jaxllm.posttrain.policy_training import open_policy_data, with_algorithm
 from jaxllm.train import loop
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.loss import token_logprobs
-from tests import environment
 from tests.posttrain.checked_feed import CheckedFeed
 from tests.posttrain.smollm2_runs import sums, sums_run
 
 STEPS, PROMPTS, GROUP = 5, 5, 8
+
+
+@contextlib.contextmanager
+def wide_numbers(enabled: bool) -> Iterator[None]:
+    """64-bit JAX inside the block; not by ``tests.environment``, which makes eight devices."""
+    jax.config.update("jax_enable_x64", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def compare(folder: Path, dtype: str) -> dict[str, float]:
@@ -49,11 +59,15 @@ def compare(folder: Path, dtype: str) -> dict[str, float]:
     own = dataclasses.replace(config.model, dtype=wider, param_dtype=wider)
     model = run_model(dataclasses.replace(config, model=own))
 
+    score = jax.jit(lambda params, batch: token_logprobs(model, params, batch)[0])
+
     def other(params: Any, batch: Any) -> np.ndarray:
-        with environment.x64() if wider == "float64" else contextlib.nullcontext():
+        """Some rows at a time: logits in float64 are large."""
+        rows = jax.tree.map(np.asarray, batch)
+        with wide_numbers(wider == "float64"):
             wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), wider), params)
-            score = jax.jit(lambda params, batch: token_logprobs(model, params, batch)[0])
-            return np.asarray(score(wide, jax.tree.map(np.asarray, batch)))
+            parts = [jax.tree.map(lambda x, i=i: x[i : i + 4], rows) for i in range(0, len(rows.targets), 4)]
+            return np.concatenate([np.asarray(score(wide, part)) for part in parts])
 
     feed.other = other
     loop.train(config, data=feed.dataset, feed=feed)
