@@ -79,7 +79,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     from jaxllm.plan.remat_solver import StepBytes
     from jaxllm.train.compile_step import step_memory_here
 
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]  # of another process's devices nothing is known
     limit = budget.device
     if limit is None:
         there = (device.memory_stats() or {}).get("bytes_limit")

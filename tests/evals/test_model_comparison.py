@@ -66,6 +66,8 @@ def test_what_cannot_be_compared_is_named(loaded, finished, capsys, tmp_path):
     short.write_text("short")
     for words, message in (
         (["--text", str(short)], "--text is what a model is compared on with its --original"),
+        (["--original", run, "--text", str(short), "--tasks", "t.jsonl"], "in place of --tasks"),
+        (["--original", run, "--needle"], "--needle goes with"),
         (["--original", run, "--text", str(short)], "--text has 5 tokens, and a row has 512"),
         (["--original", run, "--text", str(tmp_path / "none.txt")], "there is no file"),
         (["--original", run, "--step", "4"], "--original goes with --text"),

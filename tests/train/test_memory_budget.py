@@ -95,7 +95,7 @@ def test_what_cannot_be_fitted_is_named(measured, finished):
 def test_devices_say_what_fits(measured, finished, monkeypatch):
     """95% of 200 MiB are room for one layer that keeps its attention, and not for one that keeps all."""
     device = SimpleNamespace(device_kind="TPU", platform="tpu", memory_stats=lambda: {"bytes_limit": 200 << 20})
-    monkeypatch.setattr(jax, "devices", lambda *_: [device])
+    monkeypatch.setattr(jax, "local_devices", lambda *_: [device])
     assert fitted_here(runs.run_config(finished), MemoryBudget(None)).model.remat == "elementwise"
 
 

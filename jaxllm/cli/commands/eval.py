@@ -70,11 +70,13 @@ def evaluate(argv: list[str]) -> int:
         check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
         if needle:
-            if tasks or step is not None or limit is not None or weights != "plain":
+            if tasks or step is not None or limit is not None or weights != "plain" or original or text:
                 raise UsageError("--needle goes with --max-len, --dtype, --kv-format and --kv-keep only.")
             return compare_caches(model, max_len, dtype, kv_format, kv_keep)
-        if text and original is None:
-            raise UsageError("--text is what a model is compared on with its --original; give both.")
+        if text and (original is None or tasks):
+            raise UsageError("--text is what a model is compared on with its --original, in place of --tasks.")
+        if missing := [str(file) for file in text if not file.is_file()]:
+            raise UsageError(f"--text: there is no file {missing[0]}.")
         if original is not None:
             if step is not None or (kv_format, kv_keep) != ("auto", "all"):
                 raise UsageError(
@@ -168,8 +170,6 @@ def compare_with_original(
     before = load_with_progress(original, dtype)
     after = load_with_progress(model, dtype, weights=weights)
     files = list(text) or [corpus.path("heldout")]
-    if missing := [str(file) for file in files if not file.is_file()]:
-        raise UsageError(f"--text: there is no file {missing[0]}.")
     ids = [int(token) for file in files for token in before.tokenizer.encode(file.read_text("utf-8"))]
     length = min(max_len, TEXT_TOKENS)
     if len(ids) < length:
