@@ -78,13 +78,17 @@ def test_drawn_shapes(implementation, case, seed):
 @pytest.mark.drawn(0.3)
 @implementations
 def test_bfloat16(implementation, rng):
-    inputs, extra = draw(rng, Case(1, 9, 9, 2, 1, 4, "packed"))
+    """Kernels keep the output in bfloat16, and its rounding reaches the gradients of queries and keys.
+
+    Over 60 tokens of 8 numbers its share of them is 2^-8 in nearly every draw; over few tokens it can be any.
+    """
+    inputs, extra = draw(rng, Case(2, 30, 30, 2, 1, 8, "packed"))
     low = [x.astype(jnp.bfloat16) for x in inputs]
     with interpreting():
         got = forward_and_vjp(implementation, low, extra)
     want = forward_and_vjp("reference", [x.astype(np.float32) for x in low], extra)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(got))
-    assert all(error(a, b) <= 2**-6 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
+    assert all(error(a, b) <= 2**-7 for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
 
 
 @pytest.mark.drawn(0.3)
