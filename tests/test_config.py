@@ -223,10 +223,10 @@ def test_deprecated_field_names_are_taken_with_a_warning():
 def test_deprecated_module_names_are_importable_with_a_warning():
     """Each old name gives the very module that has replaced it."""
     assert len(RENAMED_MODULES) > 100
-    with pytest.warns(FutureWarning, match="jaxllm.infer.pages is now jaxllm.infer.engine.page_allocator"):
+    with pytest.warns(FutureWarning, match="jaxllm.infer.pages is now jaxllm.infer.scheduling.page_allocator"):
         old = importlib.import_module("jaxllm.infer.pages")
-    assert old is importlib.import_module("jaxllm.infer.engine.page_allocator")
+    assert old is importlib.import_module("jaxllm.infer.scheduling.page_allocator")
     assert old.__spec__ is not None
-    assert old.__spec__.name == "jaxllm.infer.engine.page_allocator"
+    assert old.__spec__.name == "jaxllm.infer.scheduling.page_allocator"
     for new in RENAMED_MODULES.values():
         assert importlib.util.find_spec(new) is not None, new

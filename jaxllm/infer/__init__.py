@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from jaxllm.infer.async_engine import AsyncEngine, EngineStopped
     from jaxllm.infer.chat_session import Chat
     from jaxllm.infer.engine.engine import Engine
-    from jaxllm.infer.engine.sequence import Request
     from jaxllm.infer.engine.stream_output import OutputDelta
     from jaxllm.infer.engine_config import EngineConfig
     from jaxllm.infer.grammar import Grammar
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from jaxllm.infer.runner.paged_cache import PagedCache
     from jaxllm.infer.runner.program_cache import RecompileError
     from jaxllm.infer.sampling_params import SamplingParams
+    from jaxllm.infer.scheduling.sequence import Request
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -38,7 +38,7 @@ __getattr__, __dir__ = lazy_exports(
         ),
         "jaxllm.infer.chat_session": ("Chat",),
         "jaxllm.infer.engine.engine": ("Engine",),
-        "jaxllm.infer.engine.sequence": ("Request",),
+        "jaxllm.infer.scheduling.sequence": ("Request",),
         "jaxllm.infer.engine.stream_output": ("OutputDelta",),
         "jaxllm.infer.engine_config": ("EngineConfig",),
         "jaxllm.infer.grammar": ("Grammar",),

@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.engine.policies import Service
-from jaxllm.infer.engine.sequence import Request
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.policies import Service
+from jaxllm.infer.scheduling.sequence import Request
 
 
 class EngineStopped(RuntimeError):

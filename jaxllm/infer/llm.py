@@ -21,14 +21,14 @@ from jaxllm.files import DataError, cache_root
 from jaxllm.hub import find_model
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, Source
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.engine.policies import Policy
-from jaxllm.infer.engine.sequence import Request
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.length_limits import hard_limit
 from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of, stages_of
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.policies import Policy
+from jaxllm.infer.scheduling.sequence import Request
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.start_progress import Listener, shown_progress
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights

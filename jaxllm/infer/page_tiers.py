@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from jaxllm.files import digest
-from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore, weights_digest
 from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner
+from jaxllm.infer.scheduling.prefix_cache import PrefixCache
+from jaxllm.infer.scheduling.step_plan import StepPlan
 from pallas_kernels.paged_attention import Slots
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from jaxllm.infer.engine.sequence import Sequence as EngineSequence
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.sequence import Sequence as EngineSequence
 from jaxllm.posttrain.bounded_calls import bounded_calls
 from jaxllm.posttrain.environments.environment import Environment, EnvironmentFactory, Observation
 from jaxllm.posttrain.environments.turn_format import TurnFormat

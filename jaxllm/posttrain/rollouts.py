@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.files import cache_root
-from jaxllm.infer.engine import sequence as engine_sequence
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.scheduling import sequence as engine_sequence
 from jaxllm.models import Functional
 from jaxllm.peft.adapter import Adapter
 from jaxllm.posttrain.policy_config import PAGE

@@ -12,11 +12,11 @@ from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import AsyncEngine
 from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.engine.policies import FirstCome, Priority, Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.policies import FirstCome, Priority, Service
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.scoring.text_scorer import TextScorer

@@ -10,9 +10,9 @@ from typing import Any
 from jaxllm.effort.effort_policy import EffortPolicy, EffortSolution
 from jaxllm.effort.sample_rounds import Candidate, EffortProblem, EffortTools, Rounds, SampleRequest
 from jaxllm.infer.adapter_catalogue import AdapterRevision
-from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.policies import Service
 from jaxllm.serve.backend import Backend
 
 Answers = list[list[Candidate]]

@@ -14,10 +14,10 @@ from jaxllm.effort.effort_policy import EffortPolicy
 from jaxllm.effort.sample_rounds import EffortProblem
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import EngineStopped
-from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.policies import Service
 from jaxllm.serve import effort_generation
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.backend import Backend

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.serve.load_benchmark import RequestResult, summary
 from jaxllm.simulate.deployment import Deployment, DeploymentError
 from jaxllm.simulate.paper_runner import SimulatedStep

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from jaxllm.infer.engine.policies import LengthPredictor
+from jaxllm.infer.scheduling.policies import LengthPredictor
 
 LOW_PRIORITY = "low"
 """Key of requests of low priority, see ``ByPriority``."""

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, SamplingParams
-from jaxllm.infer.engine.policies import Policy
-from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.scheduling.policies import Policy
+from jaxllm.infer.scheduling.scheduler import Scheduler
 from jaxllm.serve.load_benchmark import RequestResult, summary
 from jaxllm.simulate.deployment import LARGEST_TOKEN, Deployment, DeploymentError
 from jaxllm.simulate.paper_runner import PaperRunner, SimulatedStep, StepClock, StepTimer

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
-from jaxllm.infer.engine.page_allocator import NO_PAGE
-from jaxllm.infer.engine.scheduler import Scheduler
+from jaxllm.infer.scheduling.page_allocator import NO_PAGE
+from jaxllm.infer.scheduling.scheduler import Scheduler
 from jaxllm.infer.speculate.draft_head import DraftHead
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel
 from jaxllm.infer.speculate.head_draft import HeadProposer

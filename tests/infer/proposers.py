@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from jaxllm.infer import Request
-from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.speculate.draft_tree import DraftTree
 
 Mode = Literal["all", "some", "none", "silent"]

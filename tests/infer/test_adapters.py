@@ -14,10 +14,10 @@ import pytest
 
 from jaxllm.infer import AdapterCatalogue, AdapterNotFoundError, Engine, EngineConfig, SamplingParams
 from jaxllm.infer.adapter_catalogue import KEPT_REVISIONS
-from jaxllm.infer.engine.adapter_slots import AdapterSlots
-from jaxllm.infer.engine.policies import Fair, Job, Service, View
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.infer.scheduling.adapter_slots import AdapterSlots
+from jaxllm.infer.scheduling.policies import Fair, Job, Service, View
 from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.models.attention_context import KVSpec
 from jaxllm.peft import AdapterError

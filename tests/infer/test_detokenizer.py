@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.infer.engine.beam_search import BeamSearch, length_normalised_score
-from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.text import ByteTokenizer
+from jaxllm.text.detokenizer import Detokenizer
 
 TOKENIZER = ByteTokenizer()
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
-from jaxllm.infer.engine.prefix_cache import prefix_salt
 from jaxllm.infer.kv_cache_options import with_kv_cache
 from jaxllm.infer.runner.paged_cache import layer_groups, pool_sizes, retention_rule
 from jaxllm.infer.runner.retention.corm import Corm
 from jaxllm.infer.runner.retention.pyramid import Pyramid
 from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
+from jaxllm.infer.scheduling.prefix_cache import prefix_salt
 from jaxllm.serve.backend import describe
 from pallas_kernels.paged_attention.channel_formats import KiviFormat
 from pallas_kernels.paged_attention.kv_formats import KV_FORMATS

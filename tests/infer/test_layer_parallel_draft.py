@@ -12,8 +12,8 @@ import pytest
 
 from jaxllm.infer import Engine
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.runner.dense_cache import DenseCache, empty_cache
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.speculate.layer_parallel_draft import LayerParallelProposer
 from jaxllm.models import functional
 from tests import environment, quick, tiny

@@ -12,12 +12,12 @@ import pytest
 import sharding
 from jaxllm.infer import Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.embedder import Embedder
-from jaxllm.infer.engine.policy_state import PolicyState
-from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.serving_mesh import placements, serving_model, serving_rules
+from jaxllm.infer.scheduling.policy_state import PolicyState
+from jaxllm.infer.scheduling.replica_schedulers import ReplicaSchedulers
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.models import functional
 from jaxllm.models.attention_context import KVSpec
 from tests import quick

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxllm.infer.engine.page_allocator import PageAllocator, page_hash
+from jaxllm.infer.scheduling.page_allocator import PageAllocator, page_hash
 
 ONE, TWO = (page_hash(b"", [n]) for n in (1, 2))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.infer.engine.policies import (
+from jaxllm.infer.scheduling.policies import (
     Deadline,
     Fair,
     FirstCome,

@@ -10,9 +10,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxllm.infer import EngineConfig, SamplingParams
-from jaxllm.infer.engine.page_allocator import PageAllocator
-from jaxllm.infer.engine.prefix_cache import PrefixCache, prefix_salt
-from jaxllm.infer.engine.sequence import Request, Sequence
+from jaxllm.infer.scheduling.page_allocator import PageAllocator
+from jaxllm.infer.scheduling.prefix_cache import PrefixCache, prefix_salt
+from jaxllm.infer.scheduling.sequence import Request, Sequence
 from tests.infer import engines
 
 CONFIG = EngineConfig(page_size=4)

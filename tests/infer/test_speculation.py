@@ -15,7 +15,7 @@ import pytest
 
 from jaxllm.infer import LLM, EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.sequence import Request, Sequence
+from jaxllm.infer.scheduling.sequence import Request, Sequence
 from jaxllm.infer.speculate import draft_model
 from jaxllm.infer.speculate.draft_argument import load_draft, parse_draft
 from jaxllm.infer.speculate.draft_length import FADE, AdaptiveDraftLength, roofline_knee

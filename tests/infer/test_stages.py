@@ -13,8 +13,8 @@ import sharding
 from jaxllm import cli
 from jaxllm.cli.model_loading import load_with_progress
 from jaxllm.infer import EngineConfig, Request, SamplingParams
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.runner import serving_mesh
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.speculate.ngram import NgramProposer
 from jaxllm.infer.speculate.proposer_table import with_speculation
 from jaxllm.infer.stages.draft_runs import DraftRuns

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.proposer import proposals
+from jaxllm.infer.scheduling.proposer import proposals
 from jaxllm.infer.speculate import tree_draft
 from jaxllm.infer.speculate.draft_length import FixedDraftLength
 from jaxllm.infer.speculate.draft_tree import DraftTree

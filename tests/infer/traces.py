@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
-from jaxllm.infer.engine.policies import Policy, Service
-from jaxllm.infer.engine.sequence import Request
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.scheduling.policies import Policy, Service
+from jaxllm.infer.scheduling.sequence import Request
 from jaxllm.models.attention_context import KVSpec
 from tests.infer.engines import VOCAB
 from tests.infer.paper import PaperRunner

@@ -14,10 +14,10 @@ import numpy as np
 from jaxllm.infer import AsyncEngine, Engine, EngineConfig, Request, SamplingParams
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.embedder import Embedder
-from jaxllm.infer.engine.policies import Service
-from jaxllm.infer.engine.sequence import Finish
-from jaxllm.infer.engine.sequence import Sequence as Continuation
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.scheduling.policies import Service
+from jaxllm.infer.scheduling.sequence import Finish
+from jaxllm.infer.scheduling.sequence import Sequence as Continuation
 from jaxllm.serve import Backend, EngineBackend, EngineLoad, ServeConfig, Server
 from jaxllm.serve.scoring.text_scorer import RewardScorer, TextScorer
 from jaxllm.serve.server import BackendFactory

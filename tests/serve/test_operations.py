@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from jaxllm.infer import Engine
-from jaxllm.infer.engine.policies import Priority
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.runner.runner_protocol import StepFailedError
+from jaxllm.infer.scheduling.policies import Priority
 from jaxllm.serve import Backend, ServeConfig, Server
 from tests.infer.engines import check_books
 from tests.serve import servers

@@ -10,7 +10,6 @@ import jsonschema
 import openai
 import pytest
 
-from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.grammar import Grammar, Grammars
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.api import request_schemas
@@ -25,6 +24,7 @@ from jaxllm.serve.tools.tool_formats import TOOL_CALL_FORMATS, detect_format
 from jaxllm.serve.tools.xml_calls import XmlCallFormat
 from jaxllm.text import ChatTemplate
 from jaxllm.text.byte_tokenizer import ByteTokenizer
+from jaxllm.text.detokenizer import Detokenizer
 from tests import environment
 from tests.serve import servers
 from tests.serve.driving import TOOLS, answered

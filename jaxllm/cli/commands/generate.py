@@ -14,8 +14,8 @@ from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_pools, check_speculation, load_with_progress
 from jaxllm.cli.runtime import use_compilation_cache
-from jaxllm.infer.engine.policies import BatchPolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
+from jaxllm.infer.scheduling.policies import BatchPolicyName
 
 if TYPE_CHECKING:
     from jaxllm.convert.load import LoadedModel
@@ -146,7 +146,7 @@ def generate(argv: list[str]) -> int:
         if batch is not None and out is not None:
             from jaxllm.cli.batch_generation import generate_batch
             from jaxllm.infer import LLM, EngineConfig
-            from jaxllm.infer.engine.policies import POLICIES
+            from jaxllm.infer.scheduling.policies import POLICIES
             from jaxllm.infer.speculate.proposer_table import with_speculation
 
             use_compilation_cache()

@@ -18,8 +18,8 @@ from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_offload, check_pools, check_speculation, load_with_progress
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
-from jaxllm.infer.engine.policies import PolicyName
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
+from jaxllm.infer.scheduling.policies import PolicyName
 from jaxllm.infer.start_progress import StartProgress, terminal_line
 from jaxllm.serve.listening import ListenError, listen
 
@@ -201,8 +201,8 @@ def serve(argv: list[str]) -> int:
             raise UsageError(f"serving needs {error.name}: pip install 'jaxllm[serve]'.") from None
         use_compilation_cache()
         from jaxllm.infer import LLM
-        from jaxllm.infer.engine.policies import POLICIES
         from jaxllm.infer.engine_config import serving_config
+        from jaxllm.infer.scheduling.policies import POLICIES
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         check_offload(offload, mesh)

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxllm.infer.chunks.cached_chunks import Reuse
-from jaxllm.infer.engine.page_allocator import NO_PAGE
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.runner.paged_cache import LayerGroup
+from jaxllm.infer.scheduling.page_allocator import NO_PAGE
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.models import DecoderConfig
 from jaxllm.models.layers.layer import AttentionLayer
 from pallas_kernels.paged_attention import Slots

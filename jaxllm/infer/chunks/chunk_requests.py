@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jaxllm.infer.engine.sequence import Request
-from jaxllm.infer.engine.step_plan import StepScheduler
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.sequence import Request
+from jaxllm.infer.scheduling.step_plan import StepScheduler
 
 
 def await_chunks(request: Request, submit: Callable[..., Request], scheduler: StepScheduler, page_size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from jaxllm.infer.engine.page_allocator import NO_PAGE
+from jaxllm.infer.scheduling.page_allocator import NO_PAGE
 
 
 def common_pages(pages: Sequence[Sequence[int]], computed: Sequence[int], page_size: int) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxllm.infer.engine.beam_search import Beam, BeamSearch, length_normalised_score
-from jaxllm.infer.engine.sequence import Request, Sequence
 from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.scheduling.sequence import Request, Sequence
 
 
 @dataclass

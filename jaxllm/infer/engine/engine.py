@@ -35,18 +35,8 @@ from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, So
 from jaxllm.infer.chunks.chunk_moves import ChunkMover, check_chunk_cache
 from jaxllm.infer.chunks.chunk_requests import await_chunks
 from jaxllm.infer.engine import step_inputs, step_outputs
-from jaxllm.infer.engine.adapter_slots import AdapterSlots
 from jaxllm.infer.engine.candidates import CandidateSelector
-from jaxllm.infer.engine.detokenizer import Detokenizer
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.policies import Policy, Service
-from jaxllm.infer.engine.policy_state import PolicyState
-from jaxllm.infer.engine.prefix_cache import prefix_salt
-from jaxllm.infer.engine.proposer import AnyProposer, BatchProposer, check_proposer
-from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Finish, Request, Sequence
-from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan, StepScheduler
 from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
@@ -60,6 +50,15 @@ from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.scheduling.adapter_slots import AdapterSlots
+from jaxllm.infer.scheduling.policies import Policy, Service
+from jaxllm.infer.scheduling.policy_state import PolicyState
+from jaxllm.infer.scheduling.prefix_cache import prefix_salt
+from jaxllm.infer.scheduling.proposer import AnyProposer, BatchProposer, check_proposer
+from jaxllm.infer.scheduling.replica_schedulers import ReplicaSchedulers
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Finish, Request, Sequence
+from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepPlan, StepScheduler
 from jaxllm.infer.side_work import SideWork, StepRoom
 from jaxllm.infer.speculate.draft_length import length_of_drafts
 from jaxllm.infer.speculate.draft_model import ServedModel
@@ -76,6 +75,7 @@ from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
+from jaxllm.text.detokenizer import Detokenizer
 from pallas_kernels.paged_attention.retention import by_scores
 
 
@@ -98,7 +98,7 @@ class Engine:
         config: sizes, those of the runner.
         vocab_size: tokens from here on are never sampled.
         tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
-        policy: scheduling policy, see ``jaxllm.infer.engine.policies``; None: first come, first served.
+        policy: scheduling policy, see ``jaxllm.infer.scheduling.policies``; None: first come, first served.
         tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
         proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none. ``of``
             makes the one that ``config.speculate`` names.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxllm.infer.engine.sequence import Finish, Sequence
-from jaxllm.infer.engine.step_plan import ScheduledChunk
+from jaxllm.infer.scheduling.sequence import Finish, Sequence
+from jaxllm.infer.scheduling.step_plan import ScheduledChunk
 
 
 def record_prompt_scores(chunk: ScheduledChunk, outputs: Mapping[str, np.ndarray], at: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxllm.infer.engine.sequence import Finish, Request, Sequence
+from jaxllm.infer.scheduling.sequence import Finish, Request, Sequence
 
 
 @dataclass(frozen=True)

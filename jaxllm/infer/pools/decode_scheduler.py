@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxllm.infer.engine.page_allocator import NO_PAGE
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.pools.page_transfer import PageTransfer
+from jaxllm.infer.scheduling.page_allocator import NO_PAGE
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.step_plan import StepPlan
 
 
 class DecodeScheduler(Scheduler):

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.policy_state import PolicyState
-from jaxllm.infer.engine.replica_schedulers import ReplicaSchedulers
-from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.pools.decode_scheduler import DecodeScheduler
 from jaxllm.infer.pools.page_transfer import PageTransfers
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.pools.prefill_scheduler import PrefillScheduler
+from jaxllm.infer.scheduling.policy_state import PolicyState
+from jaxllm.infer.scheduling.replica_schedulers import ReplicaSchedulers
+from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.step_plan import StepPlan
 
 IN_FLIGHT = 2
 """Steps of an engine that may be in flight: one that its devices compute, and one that the host has prepared."""

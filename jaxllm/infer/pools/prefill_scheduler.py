@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import StepPlan
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.step_plan import StepPlan
 from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 from jaxllm.infer.stages.draft_runs import DraftRun
 

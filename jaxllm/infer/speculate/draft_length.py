@@ -22,8 +22,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jaxllm.compiler.device_peaks import peak_of
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.scheduling.sequence import Sequence
 
 INHERITED = 4.0
 """Most draft tokens of all sequences that a new sequence's evidence begins with."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-from jaxllm.infer.engine.sequence import Sequence
+from jaxllm.infer.scheduling.sequence import Sequence
 
 LONGEST = 4
 """Tokens of the longest n-gram that is looked up, unless another is given."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxllm.infer.engine.proposer import AnyProposer
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.scheduling.proposer import AnyProposer
 from jaxllm.infer.speculate.draft_argument import load_draft, parse_draft
 from jaxllm.infer.speculate.draft_head import load_head
 from jaxllm.infer.speculate.draft_model import ServedModel

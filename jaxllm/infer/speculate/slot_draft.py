@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner import sampler
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.speculate.draft_model import HeldTokens, ServedModel, until_stop
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import native_vectors

@@ -15,10 +15,10 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import ScheduledChunk
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import check_branches
+from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.step_plan import ScheduledChunk
 from jaxllm.infer.speculate.draft_model import DraftModelProposer, ServedModel, load_draft_model
 from jaxllm.infer.speculate.draft_tree import DraftTree
 from jaxllm.models import Functional

@@ -17,8 +17,8 @@ import dataclasses
 from collections import deque
 from dataclasses import dataclass, field
 
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.scheduling.sequence import Sequence
 
 
 @dataclass(eq=False)

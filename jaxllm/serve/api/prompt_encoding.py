@@ -9,9 +9,9 @@ from typing import Any
 
 from jaxllm.files import DataError
 from jaxllm.infer.chunks.cached_chunks import DEFAULT_SHARE, CachedChunks, chunk_spans
-from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.llm import encode_prompt
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.scheduling.policies import Service
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.request_schemas import ChatRequest, TokenizeRequest
 from jaxllm.serve.api.sampling_fields import SamplingFields

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.engine.stream_output import OutputDelta
+from jaxllm.infer.scheduling.policies import Service
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.event_stream import DONE, StreamUsage, check_streaming, event
 from jaxllm.serve.api.guided_decoding import grammar_of

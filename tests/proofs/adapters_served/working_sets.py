@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxllm.infer import AdapterCatalogue, SamplingParams
 from jaxllm.infer.adapter_catalogue import AdapterRevision
-from jaxllm.infer.engine.adapter_slots import HOST_ADAPTERS_PER_SLOT, AdapterSlots
 from jaxllm.infer.runner.adapter_pool import PackedAdapter
+from jaxllm.infer.scheduling.adapter_slots import HOST_ADAPTERS_PER_SLOT, AdapterSlots
 from jaxllm.peft import Adapter
 from tests.infer import adapters, engines
 from tests.proofs.engine.programs import Compilations

@@ -21,7 +21,7 @@ from jaxllm.effort import (
     VerifierBeam,
 )
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.engine.policies import Service
+from jaxllm.infer.scheduling.policies import Service
 from jaxllm.serve import effort_generation
 from tests.effort.drivers import tiny_solver
 from tests.infer.engines import check_books

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, Request
-from jaxllm.infer.engine.policies import Deadline, Fair, Grouped, Predicted, Priority, Service, Shortest
 from jaxllm.infer.pools.pool_argument import PoolSizes
 from jaxllm.infer.pools.pooled_runner import PooledRunner
+from jaxllm.infer.scheduling.policies import Deadline, Fair, Grouped, Predicted, Priority, Service, Shortest
 from tests.infer import engines
 from tests.proofs.harness import proof
 

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 from jaxllm.infer import Engine
-from jaxllm.infer.engine.policies import (
+from jaxllm.infer.scheduling.policies import (
     GENERATED_TOKEN_COST,
     Deadline,
     Fair,

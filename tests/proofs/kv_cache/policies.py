@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxllm.infer import Engine, SamplingParams
-from jaxllm.infer.engine.policies import POLICIES, Policy
+from jaxllm.infer.scheduling.policies import POLICIES, Policy
 from tests.infer.engines import VOCAB
 from tests.infer.traces import SIZES, Timed
 from tests.proofs.harness import proof

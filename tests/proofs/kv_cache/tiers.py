@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.infer import Engine
-from jaxllm.infer.engine.scheduler import Scheduler
 from jaxllm.infer.kv_cache_options import with_kv_cache
 from jaxllm.infer.page_store import PageStore
+from jaxllm.infer.scheduling.scheduler import Scheduler
 from tests.infer import engines
 from tests.proofs.harness import proof
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, SamplingParams
-from jaxllm.infer.engine.policies import Fair, FirstCome, Priority, Shortest
+from jaxllm.infer.scheduling.policies import Fair, FirstCome, Priority, Shortest
 from jaxllm.plan.formulas.serving_step import BatchWork, StepCost
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import Deployment, RequestTrace, TraceRequest, simulate

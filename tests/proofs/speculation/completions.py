@@ -13,9 +13,9 @@ import scipy.stats
 
 from jaxllm.infer import Engine, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Request
 from jaxllm.infer.grammar import Grammar
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Request
 from jaxllm.infer.speculate.draft_head import FUSIONS
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
 from jaxllm.infer.speculate.ngram import NgramProposer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxllm.infer import EngineConfig, SamplingParams
-from jaxllm.infer.engine.sequence import Request, Sequence
+from jaxllm.infer.scheduling.sequence import Request, Sequence
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength
 from tests.proofs.harness import proof
 

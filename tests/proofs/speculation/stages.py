@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import DRAFT_TOKENS
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.stages.draft_runs import DraftRuns
 from jaxllm.infer.stages.pipeline_clock import DeviceClock, SimulatedClock
 from jaxllm.infer.stages.staged_runner import StagedRunner

@@ -92,8 +92,8 @@ def simulate(argv: list[str]) -> int:
         import math
 
         from jaxllm.files import write_json
-        from jaxllm.infer.engine.policies import Fair, FirstCome, Priority, Shortest
         from jaxllm.infer.engine_config import EngineConfig
+        from jaxllm.infer.scheduling.policies import Fair, FirstCome, Priority, Shortest
         from jaxllm.observe.html_report import write
         from jaxllm.simulate import Deployment, ServiceObjective, make_trace
         from jaxllm.simulate import simulate as run_simulation

@@ -1,10 +1,10 @@
 """Continuous-batching scheduler: chunked prefill and decode share one token budget per step.
 
 Decode never waits for prefill: prompts are split into chunks that fill the budget that decode leaves (chunked prefill,
-Sarathi, arXiv:2403.02310). A policy (``jaxllm.infer.engine.policies``) decides which sequence is next. Preemption: when
-the KV cache has no free page, the sequence of the lowest priority leaves the batch; its KV cache is recomputed later
-(recompute) or copied to the host (swap) (arXiv:2309.06180, section 4.5). A plan is made while the step before it runs:
-it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding) or a
+Sarathi, arXiv:2403.02310). A policy (``jaxllm.infer.scheduling.policies``) decides which sequence is next. Preemption:
+when the KV cache has no free page, the sequence of the lowest priority leaves the batch; its KV cache is recomputed
+later (recompute) or copied to the host (swap) (arXiv:2309.06180, section 4.5). A plan is made while the step before it
+runs: it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding) or a
 proposer (speculative decoding) waits for its last token, from which its next token mask or proposal is made. Proposed
 tokens are scheduled as if all were accepted; ``settle`` takes back the others when their step has landed.
 
@@ -24,16 +24,16 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxllm.infer.chunks.chunk_moves import ChunkMove
-from jaxllm.infer.engine.adapter_slots import AdapterSlots
-from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator
-from jaxllm.infer.engine.policies import revise_prediction
-from jaxllm.infer.engine.policy_state import PolicyState
-from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.proposer import AnyProposer, proposals
-from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore
+from jaxllm.infer.scheduling.adapter_slots import AdapterSlots
+from jaxllm.infer.scheduling.page_allocator import NO_PAGE, PageAllocator
+from jaxllm.infer.scheduling.policies import revise_prediction
+from jaxllm.infer.scheduling.policy_state import PolicyState
+from jaxllm.infer.scheduling.prefix_cache import PrefixCache
+from jaxllm.infer.scheduling.proposer import AnyProposer, proposals
+from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.speculate.draft_length import DraftLength, FixedDraftLength
 from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 from jaxllm.infer.stages.draft_runs import DraftRun, DraftRuns

@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass, field
 
 from jaxllm.infer.chunks.cached_chunks import Reuse
-from jaxllm.infer.engine.page_allocator import NO_PAGE, PageAllocator, page_hash
-from jaxllm.infer.engine.sequence import Request, Sequence
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import Page, PageStore
+from jaxllm.infer.scheduling.page_allocator import NO_PAGE, PageAllocator, page_hash
+from jaxllm.infer.scheduling.sequence import Request, Sequence
 
 
 def prefix_salt(config: EngineConfig, *, client: str = "", adapter: str = "", inputs: str = "") -> bytes:

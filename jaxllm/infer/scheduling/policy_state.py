@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from jaxllm.infer.engine import sequence
-from jaxllm.infer.engine.policies import (
+from jaxllm.infer.scheduling import sequence
+from jaxllm.infer.scheduling.policies import (
     GENERATED_TOKEN_COST,
     Job,
     LengthPredictor,

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxllm.infer.engine.page_allocator import PageAllocator
-from jaxllm.infer.engine.policy_state import PolicyState
-from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.scheduler import Scheduler
-from jaxllm.infer.engine.sequence import Sequence
-from jaxllm.infer.engine.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.scheduling.page_allocator import PageAllocator
+from jaxllm.infer.scheduling.policy_state import PolicyState
+from jaxllm.infer.scheduling.prefix_cache import PrefixCache
+from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepPlan
 
 
 class ReplicaSchedulers:

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.chunks.cached_chunks import Reuse
-from jaxllm.infer.engine.detokenizer import Detokenizer
-from jaxllm.infer.engine.page_allocator import page_hash
-from jaxllm.infer.engine.policies import Service
 from jaxllm.infer.grammar import Guide
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.scheduling.page_allocator import page_hash
+from jaxllm.infer.scheduling.policies import Service
+from jaxllm.text.detokenizer import Detokenizer
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Any, Protocol, runtime_checkable
 
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Guide
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.speculate.draft_tree import DraftTree
 
 

@@ -9,11 +9,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from jaxllm.infer.chunks.chunk_moves import ChunkMove
-from jaxllm.infer.engine.page_allocator import PageAllocator
-from jaxllm.infer.engine.policy_state import PolicyState
-from jaxllm.infer.engine.prefix_cache import PrefixCache
-from jaxllm.infer.engine.sequence import Sequence
 from jaxllm.infer.page_store import Page
+from jaxllm.infer.scheduling.page_allocator import PageAllocator
+from jaxllm.infer.scheduling.policy_state import PolicyState
+from jaxllm.infer.scheduling.prefix_cache import PrefixCache
+from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.speculate.draft_tree import NO_DRAFT, DraftTree
 from jaxllm.infer.stages.draft_runs import DraftRun
 
