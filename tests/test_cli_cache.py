@@ -62,6 +62,25 @@ def test_a_batch_in_tiers(finished, tmp_path, capsys):
     assert len(list(folder.glob("*.page"))) >= 2
 
 
+@pytest.mark.drawn(0.3)
+def test_subtasks_that_leave(finished, capsys):
+    """A completion with markers, from the command line; markers that are alike are refused."""
+    command = (
+        "generate",
+        finished / "runs" / "tiny",
+        "--prompt",
+        "the sea",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "30",
+    )
+    assert run(*command, "--subtask-markers", "e", "t", "--subtasks-kept", "0") == 0
+    assert capsys.readouterr().out.startswith("the sea")
+    assert run(*command, "--subtask-markers", "e", "e") == 2
+    assert "give two different markers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -71,6 +90,7 @@ def test_a_batch_in_tiers(finished, tmp_path, capsys):
         (("serve", "smollm2", "--kv-keep", "locret"), "give locret:HEADS.safetensors"),
         (("generate", "smollm2", "--prompt", "x", "--kv-disk", "pages"), "--kv-disk is for --batch"),
         (("generate", "smollm2", "--prompt", "x", "--policy", "grouped"), "--policy is for --batch"),
+        (("generate", "smollm2", "--prompt", "x", "--subtasks-kept", "2"), "--subtasks-kept is for --subtask-markers"),
         (("eval", "smollm2", "--kv-format", "int4"), "--kv-format and --kv-keep are for --needle and --tasks"),
         (("eval", "smollm2", "--needle", "--limit", "3"), "--needle goes with"),
     ],

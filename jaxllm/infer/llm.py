@@ -362,7 +362,7 @@ def completion(request: Request) -> Completion:
     outputs = []
     for s in request.outputs:
         assert s.finish is not None
-        tokens = tuple(s.tokens[len(request.prompt) :])
+        tokens = tuple(s.completion)
         wanted = request.params.logprobs is not None
         logprobs, top = (tuple(s.logprobs), tuple(map(tuple, s.top))) if wanted else ((), ())
         outputs.append(Output(s.text, tokens, s.finish, logprobs, top))

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxllm.infer.chunks.cached_chunks import CachedChunks
 from jaxllm.infer.grammar import Grammar
+from jaxllm.infer.scheduling.subtasks import Subtasks
 
 SEEDS = 2**32
 MAX_PENALTY = 2.0
@@ -65,6 +66,9 @@ class SamplingParams:
         spelt: special tokens whose names are part of the text, such as markers that a tool parser looks for.
         cached_chunks: ``CachedChunks``: parts of the prompt whose keys and values are reused wherever they stand, in an
             engine with ``chunk_cache``; None: there are none.
+        subtasks: ``Subtasks``: generated tokens between two markers leave the KV cache when they are finished, and what
+            follows is sampled without them; then the engine's max_len limits the tokens that are left, and max_tokens
+            may be larger. None: all stay.
     """
 
     max_tokens: int = 128
@@ -95,6 +99,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     spelt: tuple[int, ...] = ()
     cached_chunks: CachedChunks | None = None
+    subtasks: Subtasks | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -220,5 +225,5 @@ def with_sampling_defaults(
 NOT_WITH_BEAMS = (
     "min_tokens", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "bad_words", "allowed_tokens", "best_of", "stop", "include_stop",
-    "prompt_logprobs",
+    "prompt_logprobs", "subtasks",
 )  # fmt: skip

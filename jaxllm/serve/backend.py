@@ -249,6 +249,10 @@ def describe(engine: Engine) -> dict[str, Any]:
         }
     if engine.config.retention is not None:
         out.setdefault("cache", {})["retention"] = engine.retention_report()
+    if engine.metrics.cut_tokens:
+        cut, again = engine.metrics.cut_tokens, engine.metrics.recomputed_tokens
+        returned = {"returned_pages": engine.scheduler.returned_pages}
+        out.setdefault("cache", {})["subtasks"] = {"cut_tokens": cut, "recomputed_tokens": again, **returned}
     if (store := engine.page_tiers.store) is not None:
         out.setdefault("cache", {})["tiers"] = store.report()
     if leaves:

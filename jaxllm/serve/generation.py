@@ -115,11 +115,12 @@ class RequestDispatcher:
             message = f"{requested} completions are requested; this server runs and queues at most {room}."
             raise ApiError(400, message, param="n")
         for job in jobs:
-            total = len(job.prompt) + job.params.max_tokens
-            if total > self.backend.max_len:
+            # A completion whose subtasks leave it may be longer than the context.
+            new = job.params.max_tokens if job.params.subtasks is None else 1
+            if (total := len(job.prompt) + new) > self.backend.max_len:
                 raise ApiError(
                     400,
-                    f"{len(job.prompt)} prompt tokens and max_tokens = {job.params.max_tokens} are {total} tokens; the "
+                    f"{len(job.prompt)} prompt tokens and max_tokens = {new} are {total} tokens; the "
                     f"context has {self.backend.max_len}. Give a shorter prompt or a smaller max_tokens.",
                     param=prompt_field,
                     code="context_length_exceeded",
@@ -279,7 +280,7 @@ def _field_of(message: str, job: GenerationJob, prompt_field: str) -> str | None
     word = message.replace(":", " ").split(" ")[0]
     known = {
         "grammar": job.grammar_field, "stop_ids": "stop_token_ids", "allowed_tokens": "allowed_token_ids",
-        "cached_chunks": "cache_chunks",
+        "cached_chunks": "cache_chunks", "subtasks": "subtask_markers",
     }  # fmt: skip
     if message.startswith("a prompt"):
         return prompt_field

@@ -327,7 +327,7 @@ def serve(engine: Engine, requests: list[dict[str, Any]], *, check: bool = True)
         for s in request.sequences:
             key = request.id, s.number
             assert ends[key] == 1
-            assert pieces.get(key, []) == s.tokens[len(request.prompt) :]
+            assert pieces.get(key, []) == s.completion
     assert all(pages.available == pages.count for pages in engine.scheduler.pages)
     return done
 

@@ -12,6 +12,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
 from jaxllm.infer import Grammar, SamplingParams
+from jaxllm.infer.scheduling.subtasks import Subtasks
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.api import request_schemas, sampling_fields
 from jaxllm.serve.api.chat_completions import ChatCompletionHandler
@@ -45,6 +46,7 @@ OURS = {
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "skip_special_tokens", "parse_special"),
     *("spaces_between_special_tokens", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"),
     *("add_special_tokens", "truncation_side", "cache_chunks", "cache_chunk_share"),
+    *("subtask_markers", "subtasks_kept"),
 }
 """Fields that OpenAI does not have."""
 
@@ -111,6 +113,7 @@ SHARED = {
     "ignore_eos": (True, lambda a: a.jobs[0].params.ignore_eos, True),
     "cache_salt": ("x", lambda a: a.jobs[0].salt, "x"),
     "cache_chunks": (["hi"], lambda a: _chunk_texts(a.jobs[0]), ["hi"]),
+    "subtask_markers": (["<", ">"], lambda a: a.jobs[0].params.subtasks, Subtasks((60,), (62,))),
     "frequency_penalty": (0.5, lambda a: a.jobs[0].params.frequency_penalty, 0.5),
     "presence_penalty": (-0.5, lambda a: a.jobs[0].params.presence_penalty, -0.5),
     "logit_bias": ({"7": -100}, lambda a: a.jobs[0].params.logit_bias, {7: -100.0}),
@@ -170,7 +173,7 @@ ELSEWHERE = {
 }
 """Seen by tests of their own: answers, the log, templates."""
 for _names in ELSEWHERE.values():
-    _names |= {"parse_special", "return_token_ids", "truncation_side", "cache_chunk_share"}
+    _names |= {"parse_special", "return_token_ids", "truncation_side", "cache_chunk_share", "subtasks_kept"}
 NO_EFFECT = {"metadata": {"a": "b"}, "spaces_between_special_tokens": False}
 """Accepted, and documented to change nothing."""
 

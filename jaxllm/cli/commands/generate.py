@@ -60,6 +60,8 @@ def generate(argv: list[str]) -> int:
         kv_keep: str = "all",
         kv_host: float = 0.0,
         kv_disk: Path | None = None,
+        subtask_markers: tuple[str, str] | None = None,
+        subtasks_kept: int | None = None,
         effort: Path | None = None,
         offload: str | None = None,
     ) -> int:
@@ -118,6 +120,10 @@ def generate(argv: list[str]) -> int:
                 those of preempted sequences too.
             kv_disk: with --batch: directory for pages that leave host memory; they are found again after a restart
                 (docs/serve/kv_cache.md).
+            subtask_markers: two texts that begin and end a subtask, best special tokens: what is generated between
+                them leaves the KV cache once it is finished, and what follows is generated without it
+                (docs/serve/kv_cache.md).
+            subtasks_kept: with --subtask-markers: finished subtasks that stay, the latest ones; 1 by default.
             effort: policy file: several completions are generated, and the best is printed (docs/serve/effort.md).
             offload: serve a model that the device has no room for: layers come to it while they compute, from the host
                 or from files, such as window=2,device=4GiB,host=8GiB,disk=DIR: layers on the device at a time, bytes of
@@ -134,7 +140,12 @@ def generate(argv: list[str]) -> int:
             "max-tokens": max_tokens != 200, "temperature": temperature is not None, "top-p": top_p is not None,
             "top-k": top_k is not None, "min-p": min_p is not None, "seed": seed != 0,
             "repetition-penalty": repetition_penalty is not None, "effort": effort is not None,
+            "subtask-markers": subtask_markers is not None,
         }  # fmt: skip
+        if subtasks_kept is not None and subtask_markers is None:
+            raise UsageError("--subtasks-kept is for --subtask-markers.")
+        if subtask_markers is not None and effort is not None:
+            raise UsageError("--subtask-markers does not go with --effort, which chooses among short completions.")
         of_batch = {"name": name is not None, "max-sequences": max_sequences != 16, "max-len": max_len is not None}
         of_batch |= {"kv-host": kv_host != 0, "kv-disk": kv_disk is not None}
         of_batch["policy"] = policy != "first-come"
@@ -188,6 +199,12 @@ def generate(argv: list[str]) -> int:
             return spend(loaded, spending, prompt, params, kv_format, kv_keep)
         tokens = len(loaded.tokenizer.encode(prompt)) + 1
         needed = tokens + max_tokens
+        if subtask_markers is not None:
+            from jaxllm.infer.scheduling.subtasks import DEFAULT_KEPT, Subtasks
+
+            kept = DEFAULT_KEPT if subtasks_kept is None else subtasks_kept
+            params = dataclasses.replace(params, subtasks=Subtasks.of_text(loaded.tokenizer, *subtask_markers, kept))
+            needed = min(needed, loaded.longest or needed)  # the completion may be longer than the model's context
         sizes = single_user_config(
             loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )

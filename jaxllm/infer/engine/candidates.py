@@ -110,10 +110,10 @@ def _search_result(sequence: Sequence, beam: Beam) -> OutputDelta:
 
 def _best(request: Request) -> list[OutputDelta]:
     """Selects the n best completions by length-normalised score (best_of)."""
-    first, penalty = len(request.prompt), request.params.length_penalty
+    penalty = request.params.length_penalty
 
     def score(sequence: Sequence) -> float:
-        return length_normalised_score(sum(sequence.logprobs), len(sequence.tokens) - first, penalty)
+        return length_normalised_score(sum(sequence.logprobs), len(sequence.completion), penalty)
 
     request.selected = sorted(request.sequences, key=lambda s: -score(s))[: request.params.n]
     return [_whole(sequence, number) for number, sequence in enumerate(request.selected)]
@@ -121,6 +121,6 @@ def _best(request: Request) -> list[OutputDelta]:
 
 def _whole(sequence: Sequence, number: int) -> OutputDelta:
     """Delta with all of a completion that was held back."""
-    tokens = tuple(sequence.tokens[len(sequence.request.prompt) :])
+    tokens = tuple(sequence.completion)
     sequence.echo = ""  # already part of the text
     return dataclasses.replace(output_delta(sequence, tokens, sequence.text, sequence.finish), number=number)

@@ -59,6 +59,7 @@ from jaxllm.infer.scheduling.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.scheduling.scheduler import Scheduler
 from jaxllm.infer.scheduling.sequence import Finish, Request, Sequence
 from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepPlan, StepScheduler
+from jaxllm.infer.scheduling.subtasks import SubtaskStack
 from jaxllm.infer.side_work import SideWork, StepRoom
 from jaxllm.infer.speculate.draft_length import length_of_drafts
 from jaxllm.infer.speculate.draft_model import ServedModel
@@ -321,6 +322,8 @@ class Engine:
         prompt = prompt[:1] * self.virtual_tokens + prompt
         request = Request(request_id, prompt, params, cache_salt, seed, stops, bad_words, internal=internal)
         request.virtual_tokens = self.virtual_tokens
+        if params.subtasks is not None:
+            request.longest = self.runner.spec.max_len
         request.service, request.client_salt, request.adapter = service or request.service, salt, revision
         if revision is not None:
             request.service = dataclasses.replace(request.service, adapter=revision.name)
@@ -336,6 +339,8 @@ class Engine:
             request.sequences.append(
                 Sequence(request, number, order, tokens, detokenizer, text=echo, echo=echo, guide=guide)
             )
+            if params.subtasks is not None:
+                request.sequences[-1].subtasks = SubtaskStack(params.subtasks, read=len(prompt))
         if params.beams > 1:
             self._selector.search(request)
             return request
@@ -772,6 +777,8 @@ class Engine:
         """Appends sampled tokens to a sequence, up to its end."""
         new, text, finish = step_outputs.append_tokens(sequence, sampled, outputs, row, self.version, first)
         self.metrics.generated_tokens += len(new)
+        if finish is None and sequence.subtasks is not None:
+            finish = step_outputs.end_subtask(sequence, sequence.subtasks, self.scheduler, self.metrics)
         if finish is None:
             sequence.text += text
             return output_delta(sequence, new, text)

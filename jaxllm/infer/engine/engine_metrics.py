@@ -48,6 +48,8 @@ class EngineMetrics:
         accepted_by_position: accepted tokens by their position in a draft.
         kept_entries, dropped_entries: entries of the KV cache, by layer and kv head, that stayed and left under a
             retention rule, see ``Engine.retention_report``.
+        cut_tokens, recomputed_tokens: tokens of finished subtasks that have left their sequences, and tokens behind
+            them that were computed again.
         moved_pages, moved_bytes: pages of the KV cache that went from a prefill pool to a decode pool, of every layer
             group, and their bytes as the decode pool's devices hold them.
         finished: completions by finish reason.
@@ -64,6 +66,8 @@ class EngineMetrics:
     accepted_by_position: list[int] = field(default_factory=list)
     kept_entries: int = 0
     dropped_entries: int = 0
+    cut_tokens: int = 0
+    recomputed_tokens: int = 0
     moved_pages: int = 0
     moved_bytes: int = 0
     finished: dict[str, int] = field(default_factory=dict)

@@ -114,7 +114,9 @@ def _fill_full(plan: StepPlan, x: Mapping[str, np.ndarray]) -> None:
         + logits_processors.MASKED * (c.sequence.guide is not None)
         for c in chunks
     ]
-    x["earliest"][:many] = [len(r.prompt) + r.params.min_tokens for r in requests]
+    x["earliest"][:many] = [
+        len(r.prompt) + r.params.min_tokens - c.sequence.left for r, c in zip(requests, chunks, strict=True)
+    ]
 
 
 def grammar_masks(plans: list[StepPlan], shape: StepShape, width: int) -> np.ndarray | None:
@@ -154,7 +156,7 @@ def slot_row(sequence: Sequence, vocab: int) -> np.ndarray:
     logits_processors.fill_slot(
         x,
         request.prompt,
-        sequence.tokens[len(request.prompt) :],
+        sequence.completion,
         bias=dict(request.params.logit_bias),
         allowed=request.params.allowed_tokens,
         bad_words=request.bad_words,

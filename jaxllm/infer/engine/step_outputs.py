@@ -1,4 +1,4 @@
-"""Step outputs: records sampled tokens and log-probabilities in the sequences they belong to."""
+"""Step outputs: records sampled tokens and log-probabilities in the sequences they belong to, and ends subtasks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.scheduling.sequence import Finish, Sequence
-from jaxllm.infer.scheduling.step_plan import ScheduledChunk
+from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepScheduler
+from jaxllm.infer.scheduling.subtasks import SubtaskStack
 
 
 def record_prompt_scores(chunk: ScheduledChunk, outputs: Mapping[str, np.ndarray], at: int) -> None:
@@ -55,7 +57,7 @@ def append_tokens(
         ended = token in sequence.request.stop_ids
         if ended:
             finish = "stop"
-        elif len(sequence.tokens) - len(sequence.request.prompt) >= params.max_tokens:
+        elif len(sequence.tokens) + sequence.left - len(sequence.request.prompt) >= params.max_tokens:
             finish = "length"
         if sequence.guide is not None and not ended and not sequence.guide.advance(token):
             finish = "error" if sequence.guide.error else "stop"
@@ -66,3 +68,21 @@ def append_tokens(
         if finish is not None:
             break
     return tuple(sequence.tokens[before:]), text, finish
+
+
+def end_subtask(
+    sequence: Sequence, subtasks: SubtaskStack, scheduler: StepScheduler, metrics: EngineMetrics
+) -> Finish | None:
+    """Takes a finished subtask out of a sequence after its last token; "length" if there is no room for another token.
+
+    Args:
+        sequence: sequence without pending tokens.
+        subtasks: its subtasks.
+        scheduler: scheduler of the engine.
+        metrics: where it is counted.
+    """
+    if (span := subtasks.push(sequence.tokens)) is not None:
+        scheduler.cut(sequence, *span)
+        metrics.cut_tokens += span[1] - span[0]
+        metrics.recomputed_tokens += sequence.length - 1 - sequence.computed
+    return "length" if sequence.length >= sequence.request.longest else None

@@ -56,15 +56,18 @@ def check_request(
         "logit_bias": params.logit_bias,
         "allowed_tokens": params.allowed_tokens or (),
         "bad_words": [token for word in bad_words for token in word],
+        "subtasks": () if params.subtasks is None else (*params.subtasks.start, *params.subtasks.end),
     }
     for what, tokens in token_fields.items():
         wrong = [token for token in tokens if not 0 <= token < vocab_size]
         if wrong:
             raise ValueError(f"{what} holds token {wrong[0]}, but the vocabulary has {vocab_size} tokens.")
-    total = len(prompt) + params.max_tokens
+    if params.subtasks is not None:
+        _check_subtasks(config)
+    total = len(prompt) + (params.max_tokens if params.subtasks is None else 1)
     if total > max_len:
         raise ValueError(
-            f"{len(prompt)} tokens of prompt and {params.max_tokens} new ones are {total}; this engine's sequences "
+            f"{len(prompt)} tokens of prompt and {total - len(prompt)} new ones are {total}; this engine's sequences "
             f"have {max_len} at most. Give a shorter prompt or fewer new tokens."
         )
     if tokenizer is None and params.stop:
@@ -97,3 +100,13 @@ def check_request(
             f"beams = {params.beams} with {len(stops)} stop tokens need an engine with top_logprobs = "
             f"{params.beams + len(stops)}; this one was built with {config.top_logprobs}."
         )
+
+
+def _check_subtasks(config: EngineConfig) -> None:
+    """Checks that an engine can take finished subtasks out of sequences."""
+    refused = {
+        "speculation, whose drafts are made for the whole text (speculate, verify_tokens)": config.verify_tokens > 0,
+        "pools, whose decode engines compute no prompts": config.pools is not None,
+    }
+    for what in (what for what, is_so in refused.items() if is_so):
+        raise ValueError(f"subtasks do not go with {what}: leave one of them out.")

@@ -91,7 +91,7 @@ class ReplicaSchedulers:
 
     @property
     def returned_pages(self) -> int:
-        """Number of pages that evictions by scores have emptied so far."""
+        """Number of pages that evictions by scores, and finished subtasks, have emptied so far."""
         return sum(one.returned_pages for one in self.schedulers)
 
     def sequences(self) -> list[Sequence]:
@@ -117,6 +117,10 @@ class ReplicaSchedulers:
     def settle_evictions(self, chunk: ScheduledChunk, most: list[int]) -> None:
         """Releases the pages that an eviction by scores has emptied."""
         self.schedulers[chunk.sequence.replica].settle_evictions(chunk, most)
+
+    def cut(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Takes generated tokens out of a sequence."""
+        self.schedulers[sequence.replica].cut(sequence, start, stop)
 
     def restart(self) -> None:
         """Drops the KV cache of all replicas and queues all sequences again; no step may be in flight."""

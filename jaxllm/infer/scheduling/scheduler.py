@@ -4,9 +4,10 @@ Decode never waits for prefill: prompts are split into chunks that fill the budg
 Sarathi, arXiv:2403.02310). A policy (``jaxllm.infer.scheduling.policies``) decides which sequence is next. Preemption:
 when the KV cache has no free page, the sequence of the lowest priority leaves the batch; its KV cache is recomputed
 later (recompute) or copied to the host (swap) (arXiv:2309.06180, section 4.5). A plan is made while the step before it
-runs: it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding) or a
-proposer (speculative decoding) waits for its last token, from which its next token mask or proposal is made. Proposed
-tokens are scheduled as if all were accepted; ``settle`` takes back the others when their step has landed.
+runs: it knows how many tokens that step generates, but not which. Only a sequence with a grammar (guided decoding), a
+proposer (speculative decoding) or subtasks waits for its last token, from which its next token mask or proposal is
+made, or with which a subtask ends. Proposed tokens are scheduled as if all were accepted; ``settle`` takes back the
+others when their step has landed.
 
 Under a retention rule a page table lists a sequence's pages in no order of positions: there are as many as hold the
 tokens that the rule keeps, and those of the next chunk. Under a rule that chooses by scores, chunks end where entries
@@ -67,7 +68,7 @@ class Scheduler:
             requests whose cached chunks are being computed.
         preemptions: number of preemptions so far.
         hit_tokens: prompt tokens found in the prefix cache so far.
-        returned_pages: pages that evictions by scores have emptied so far.
+        returned_pages: pages that evictions by scores, and finished subtasks, have emptied so far.
         max_steps: upper limit of decode steps in the next plan; the replicas of an engine run equally many.
     """
 
@@ -268,6 +269,44 @@ class Scheduler:
             del own[needed:]
             sequence.cleared[group] = min(sequence.cleared[group], needed)
 
+    def cut(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Takes generated tokens out of a sequence; those behind them are computed again, at their new positions.
+
+        Pages of the tokens before them stay. All tokens are computed again where those pages do not have what they need
+        any more: behind a sliding window, under a retention rule, with a format that has the latest tokens apart; and
+        where the sequence is not in the batch.
+
+        Args:
+            sequence: sequence without pending tokens.
+            start, stop: first token, and the one after the last.
+        """
+        sequence.cut(start, stop, self.page_size)
+        if sequence.slot < 0:
+            self._free(sequence)
+            sequence.swapped = None
+            return
+        kept = min(start, sequence.computed) // (chunk := self.config.prefill_chunk or 1) * chunk
+        if any(self.rules) or self._prefix_cache.residual or not self._has_windows(sequence, kept):
+            kept = 0
+        columns, needed = -(-kept // self.page_size), -(-sequence.length // self.page_size)
+        for pages, own in zip(self._allocators, sequence.pages, strict=True):
+            self.returned_pages += sum(page != NO_PAGE for page in own[needed:])
+            for page in reversed(own[columns:]):
+                if page != NO_PAGE:
+                    pages.release(page)
+            del own[columns:]
+        sequence.computed, sequence.registered = kept, min(sequence.registered, kept // self.page_size)
+        if not kept:
+            self._forget(sequence)
+
+    def _has_windows(self, sequence: Sequence, count: int) -> bool:
+        """Whether the pages that the token after the first ``count`` sees through sliding windows are still there."""
+        return all(
+            NO_PAGE not in own[max(0, count - window + 1) // self.page_size : -(-count // self.page_size)]
+            for own, window in zip(sequence.pages, self.windows, strict=True)
+            if window is not None
+        )
+
     def restart(self) -> None:
         """Drops the whole KV cache and queues all sequences again in the same order; no step may be in flight."""
         for sequence in sorted(self.running, key=lambda s: -s.order):
@@ -301,7 +340,8 @@ class Scheduler:
         If there are drafts for some of a batch, the others wait too: a step for all costs as much as one for some. With
         pipeline stages all wait, since the device that samples is not the one that looks tokens up.
         """
-        return self.config.stages > 1 or bool(self._draft_counts) or sequence.guide is not None
+        waits = sequence.guide is not None or sequence.subtasks is not None
+        return self.config.stages > 1 or bool(self._draft_counts) or waits
 
     def _micro_batch(self, decodes: list[Sequence]) -> list[Sequence]:
         """Sequences that decode in the next step of a pipeline, of those that wait for nothing.
@@ -568,9 +608,13 @@ class Scheduler:
             if self.adapters is not None and sequence.request.adapter is not None:
                 self.adapters.unpin(sequence.request.adapter)
         if not keep:
-            sequence.computed = sequence.registered = sequence.unsettled = sequence.found = 0
-            sequence.cleared, sequence.entries = [0] * len(self._pools), [0] * len(self._pools)
-            sequence.life += 1
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Records that nothing of a sequence is in pages."""
+        sequence.computed = sequence.registered = sequence.unsettled = sequence.found = 0
+        sequence.cleared, sequence.entries = [0] * len(self._pools), [0] * len(self._pools)
+        sequence.life += 1
 
     def _free_behind_window(self, sequence: Sequence) -> None:
         """Frees the pages that lie entirely behind the sliding window, however many proposed tokens are refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from jaxllm.infer.grammar import Guide
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.scheduling.page_allocator import page_hash
 from jaxllm.infer.scheduling.policies import Service
+from jaxllm.infer.scheduling.subtasks import SubtaskStack
 from jaxllm.text.detokenizer import Detokenizer
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -43,6 +45,7 @@ class Request:
             are copied of cached chunks included.
         reuses: what is copied of cached chunks, see ``SamplingParams.cached_chunks``.
         awaits: requests that compute its chunks, for which it waits.
+        longest: most tokens that a sequence of it may have at a time, where finished subtasks leave it.
     """
 
     id: int
@@ -65,6 +68,7 @@ class Request:
     cached_tokens: int = 0
     reuses: tuple[Reuse, ...] = ()
     awaits: tuple[Request, ...] = ()
+    longest: int = sys.maxsize
 
     @property
     def text(self) -> list[int]:
@@ -95,7 +99,7 @@ class Sequence:
         request: request that it belongs to.
         number: index among the request's sequences.
         order: arrival number; without a policy the last to arrive is preempted first.
-        tokens: tokens of prompt and completion whose values the host knows.
+        tokens: tokens of prompt and completion whose values the host knows, without those that have left.
         pending: tokens that the device has been told to generate and whose values the host does not know yet.
         computed: tokens whose KV cache is in pages, or will be once the dispatched steps have run.
         found: those of them that were in pages already when it was last admitted, in the prefix cache or as a fork's
@@ -119,6 +123,8 @@ class Sequence:
         predicted: predicted number of generated tokens.
         rank: priority in the current step: the lowest is served first, the highest is preempted first.
         holds: while waiting, it keeps references to the cached pages of its prefix.
+        subtasks: its subtasks, which leave it when they are finished; None: it has none.
+        cuts: what has left it, in order: (place of the first token at that time, the tokens).
         versions: version of the weights that generated each token, see ``Engine.swap``.
         guide: state of its grammar (guided decoding); None without one.
         finish: finish reason; None while it runs or waits.
@@ -151,6 +157,8 @@ class Sequence:
     predicted: float = 0.0
     rank: int = 0
     holds: bool = False
+    subtasks: SubtaskStack | None = None
+    cuts: list[tuple[int, list[int]]] = field(default_factory=list)
     finish: Finish | None = None
     _hashes: list[bytes] = field(default_factory=list)
 
@@ -160,20 +168,42 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
+    def left(self) -> int:
+        """Number of generated tokens that have left it, see ``cut``."""
+        return sum(len(tokens) for _, tokens in self.cuts)
+
+    @property
     def generated(self) -> int:
-        """Number of generated tokens, pending ones included."""
-        return self.length - len(self.request.prompt)
+        """Number of generated tokens, pending ones and those that have left included."""
+        return self.length + self.left - len(self.request.prompt)
+
+    @property
+    def completion(self) -> list[int]:
+        """All generated tokens that the host knows, those that have left included, in order."""
+        tokens = list(self.tokens)
+        for place, gone in reversed(self.cuts):
+            tokens[place:place] = gone
+        return tokens[len(self.request.prompt) :]
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that it may still be told to generate."""
+        """Number of tokens that it may still be told to generate, before some leave it."""
         # One token is generated, and not returned, to score a prompt.
-        return max(1, self.request.params.max_tokens) - self.generated
+        return min(max(1, self.request.params.max_tokens) - self.generated, self.request.longest - self.length)
 
     @property
     def seed(self) -> int:
-        """RNG seed of the sequence, salted so that the n completions of one request are sampled independently."""
-        return (self.request.seed + self.number * 0x9E3779B1) % SEEDS
+        """RNG seed of the sequence, salted so that the n completions of one request are sampled independently.
+
+        So are tokens at a position that a sequence has a second time, because others have left it.
+        """
+        return (self.request.seed + self.number * 0x9E3779B1 + len(self.cuts) * 0x85EBCA6B) % SEEDS
+
+    def cut(self, start: int, stop: int, page_size: int) -> None:
+        """Takes known tokens out of the sequence; ``Scheduler.cut`` does so with what is in pages."""
+        self.cuts.append((start, self.tokens[start:stop]))
+        del self.tokens[start:stop]
+        del self._hashes[start // page_size :]
 
     def page_hash(self, column: int, page_size: int) -> bytes:
         """Hash that the page of this column is registered under; the tokens of the page must be known."""

@@ -149,7 +149,7 @@ class StepScheduler(Protocol):
 
     @property
     def returned_pages(self) -> int:
-        """Number of pages that evictions by scores have emptied so far."""
+        """Number of pages that evictions by scores, and finished subtasks, have emptied so far."""
         ...
 
     def sequences(self) -> list[Sequence]:
@@ -175,6 +175,10 @@ class StepScheduler(Protocol):
             chunk: chunk that began with the eviction.
             most: of each page table with a retention rule, the most entries of a layer and kv head that have stayed.
         """
+        ...
+
+    def cut(self, sequence: Sequence, start: int, stop: int) -> None:
+        """Takes generated tokens out of a sequence without pending ones; those behind them are computed again."""
         ...
 
     def restart(self) -> None:

@@ -12,6 +12,7 @@ from jaxllm.infer.chunks.cached_chunks import DEFAULT_SHARE, CachedChunks, chunk
 from jaxllm.infer.llm import encode_prompt
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.scheduling.policies import Service
+from jaxllm.infer.scheduling.subtasks import DEFAULT_KEPT, Subtasks
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.api.request_schemas import ChatRequest, TokenizeRequest
 from jaxllm.serve.api.sampling_fields import SamplingFields
@@ -272,13 +273,15 @@ def sampling_params(body: SamplingFields, tokenizer: Tokenizer, max_tokens: int,
         "beams": body.beams,
         "length_penalty": body.length_penalty,
         "spelt": special_ids(tokenizer) if body.skip_special_tokens is False else None,
+        "subtasks": _subtasks_of(body, tokenizer),
         **fields,
     }
     try:
         return SamplingParams(max_tokens=max_tokens, **{k: v for k, v in given.items() if v is not None})
     except ValueError as error:
         name = str(error).split(" ")[0]
-        known = "cache_chunks" if name == "cached_chunks" else name if name in given else None
+        fields_of = {"cached_chunks": "cache_chunks", "subtasks": "subtask_markers"}
+        known = fields_of.get(name, name if name in given else None)
         raise ApiError(400, str(error), param=known) from None
 
 
@@ -297,6 +300,25 @@ def cached_chunks_of(body: SamplingFields, tokenizer: Tokenizer, ids: list[int])
     except ValueError as error:
         raise ApiError(400, str(error), param="cache_chunks") from None
     return CachedChunks(spans, DEFAULT_SHARE if body.cache_chunk_share is None else body.cache_chunk_share)
+
+
+def _subtasks_of(body: SamplingFields, tokenizer: Tokenizer) -> Subtasks | None:
+    """Subtasks that leave the completion; None: the request names none.
+
+    Raises:
+        ApiError: the markers are not two different ones, or a number is given without them.
+    """
+    if body.subtask_markers is None:
+        if body.subtasks_kept is not None:
+            raise ApiError(400, "subtasks_kept is for subtask_markers; give those too.", param="subtasks_kept")
+        return None
+    start, end = body.subtask_markers
+    try:
+        return Subtasks.of_text(
+            tokenizer, start, end, DEFAULT_KEPT if body.subtasks_kept is None else body.subtasks_kept
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), param="subtask_markers") from None
 
 
 def scheduling_of(body: SamplingFields, backend: Backend, record: Mapping[str, Any]) -> Service:

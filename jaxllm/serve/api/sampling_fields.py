@@ -98,6 +98,14 @@ class SamplingFields(RequestModel):
         description="With cache_chunks: share of each part's tokens that is recomputed in its place, 0.25 by default; "
         "1 is exact.",
     )
+    subtask_markers: Annotated[list[Stop], Field(min_length=2, max_length=2)] | None = Field(
+        default=None,
+        description="Texts that begin and end a subtask, best special tokens: what is generated between them leaves "
+        "the KV cache once it is finished, and what follows is generated without it.",
+    )
+    subtasks_kept: Annotated[int, Field(ge=0, le=1024), WHOLE_NUMBER] | None = Field(
+        default=None, description="With subtask_markers: finished subtasks that stay, the latest ones; 1 by default."
+    )
     guided_json: Schema | None = Field(default=None, description="The same as structured_outputs.json.")
     guided_regex: GrammarText | None = Field(default=None, description="The same as structured_outputs.regex.")
     guided_choice: Choices | None = Field(default=None, description="The same as structured_outputs.choice.")
