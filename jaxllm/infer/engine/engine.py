@@ -628,7 +628,9 @@ class Engine:
         if self.pools is not None:
             return False  # see ``PoolSchedulers.wait_any``
         if self.draft_runs is not None:
-            return bool(self._in_flight) and not (started or told)
+            # Where sequences are preempted and prefilled in turns there is always a step to start: no more than runs.
+            many = len(self._in_flight) > self.config.draft_runs * self.config.max_sequences
+            return many or (bool(self._in_flight) and not (started or told))
         return len(self._in_flight) > started * self.config.stages
 
     def _cancel_stale_steps(self) -> None:
