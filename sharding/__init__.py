@@ -23,6 +23,7 @@ from sharding.ops import fan_out as fan_out
 from sharding.ops import gather_weight as gather_weight
 from sharding.ops import is_scattered as is_scattered
 from sharding.ops import join_tokens as join_tokens
+from sharding.ops import multiply_rows as multiply_rows
 from sharding.ops import per_shard as per_shard
 from sharding.ops import project as project
 from sharding.ops import project_by_shard as project_by_shard

@@ -201,10 +201,15 @@ def project(
     if mesh is None:
         # Tokens as one dimension: the weight gradient then contracts one dimension instead of two, which XLA:CPU runs
         # as a plain matmul; otherwise it copies the activations transposed, a third of the step's time.
-        matmul = multiply or (lambda x, w, *_: x @ w)
         tokens = x.shape[: x.ndim - contract]
-        y = matmul(x.reshape(math.prod(tokens), -1), w.reshape(math.prod(w.shape[:contract]), -1), 1, None)
-        return y.reshape(*tokens, *w.shape[contract:])
+        rows, columns = x.reshape(math.prod(tokens), -1), w.shape[contract:]
+        if multiply is None and contract == 1:
+            # Heads stay a dimension of the weight: tiles of a TPU hold heads of one input, and a matrix of inputs by
+            # all heads' numbers would be a copy in every step.
+            plain = lambda rows: jax.lax.dot_general(rows, w, (((1,), (0,)), ((), ())))  # noqa: E731
+            return multiply_rows(plain, rows).reshape(*tokens, *columns)
+        matmul = multiply or (lambda x, w, *_: multiply_rows(lambda x: x @ w, x))
+        return matmul(rows, w.reshape(rows.shape[1], -1), 1, None).reshape(*tokens, *columns)
     matmul = multiply or _dot
     there = current_rules().spec(out, mesh, what=what)
     if not (summed := summed_axes(w, contract)) & _mesh_axes(there):
@@ -220,6 +225,24 @@ def project(
     # is then an all-gather of the cotangent and one matmul with the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
     return checkpoint_name(jax.sharding.reshard(matmul(x, w, contract, parts), there), SCATTERED_SUM)
+
+
+def multiply_rows(multiply: Callable[[Array], Array], x: Array, leading: int = 1) -> Array:
+    """A matmul of activations whose first ``leading`` dimensions are rows; of a single row, on TPUs, twice that row.
+
+    A TPU multiplies one row by its vector unit, which takes several times as long as reading the weight; its matrix
+    unit keeps up with memory from two rows on (``python -m benchmarks.engine_bytes --batches 1,2``).
+    """
+    if math.prod(x.shape[:leading]) != 1:
+        return multiply(x)
+    axis = leading - 1
+
+    def doubled(x: Array) -> Array:
+        # Behind a barrier, so that no compiler finds the rows equal.
+        both = jax.lax.optimization_barrier(jnp.concatenate([x, x], axis))
+        return jax.lax.slice_in_dim(multiply(both), 0, 1, axis=axis)
+
+    return jax.lax.platform_dependent(x, tpu=doubled, default=multiply)
 
 
 def project_by_shard(
@@ -295,7 +318,8 @@ def _sequence_spec(x: Array) -> PartitionSpec | None:
 def _dot(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Array:
     """Plain matmul, a ``MatmulFn``."""
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    return jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)
+    plain = lambda x: jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)  # noqa: E731
+    return multiply_rows(plain, x, x.ndim - contract)
 
 
 def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:

@@ -164,7 +164,7 @@ def vocabulary_logits(
 ) -> Float[Array, "B S V"]:
     """Matmul of hidden states and every row of a gathered output matrix of any kind."""
     if isinstance(weight, jax.Array):
-        return sharding.einsum("bsd,vd->bsv", x, weight, out=out)
+        return sharding.multiply_rows(lambda x: sharding.einsum("bsd,vd->bsv", x, weight, out=out), x, 2)
     return weight.logits(x, out)
 
 

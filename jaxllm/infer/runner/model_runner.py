@@ -32,7 +32,16 @@ from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
 from jaxllm.infer.runner.retention.eviction import check_scores, heads_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
-from jaxllm.infer.runner.serving_mesh import check_mesh, placements, put, serving_model, spans_processes
+from jaxllm.infer.runner.serving_mesh import (
+    check_mesh,
+    fresh,
+    placements,
+    put,
+    relaid,
+    serving_model,
+    spans_processes,
+    with_layouts,
+)
 from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
 from jaxllm.models.packed_weight import batch_dependent_formats, has_packed, native_vectors
@@ -156,12 +165,15 @@ class ModelRunner:
         of_sizes = digest([*config_key(config), max_len])[:8]
         complete = f"complete-{of_sizes}"
         # Of packed layers apart, XLA:CPU would dequantise many at once, into memory.
-        widened = has_packed(params) and target_device().platform == "cpu"
+        platform = target_device().platform
+        widened = has_packed(params) and platform == "cpu"
         may_choose = layers == "auto" and self.mesh is None and not config.adapter_slots and not widened
         if may_choose and not has_unstacked_layers(params):
-            compiled = cache_of(_abstract(params, apart=True)).saved_value(complete) is not None
+            apart = with_layouts(self.model, _abstract(params, apart=True), platform)
+            compiled = cache_of(apart).saved_value(complete) is not None
             params = unstack_layers(params, donate=True) if compiled else params
-        self.params, self._abstract = params, _abstract(params)
+        self._abstract = with_layouts(self.model, params, "" if self.spans_processes else platform)
+        self.params = jax.tree.map(relaid, params, self._abstract)
         self.adapter_pool = AdapterPool(self.model, params, config) if config.adapter_slots else None
         # The weights as the programs take them: with the pool of adapters, where there is one.
         self._factors, self._abstract_weights = (), self._abstract
@@ -284,8 +296,7 @@ class ModelRunner:
         self.check(params)
         if self.mesh is None:
             params = jax.tree.map(lambda x: x.addressable_data(0) if x.is_fully_replicated else x, params)
-        # Always copied, even if the sharding is right already: a training step donates its buffers.
-        self.params = jax.tree.map(lambda x, there: put(x, there.sharding, may_alias=False), params, self._abstract)
+        self.params = jax.tree.map(fresh, params, self._abstract)
         self._combine()
 
     def write_adapter(self, page: int, content: Page) -> None:

@@ -305,9 +305,14 @@ def source_of(row: Any) -> str:
 def describe(tree: Any) -> Any:
     """JSON-able description of abstract arrays."""
     return [
-        [jax.tree_util.keystr(path), str(x.dtype), list(x.shape), str(getattr(x, "sharding", ""))]
+        [jax.tree_util.keystr(path), str(x.dtype), list(x.shape), str(getattr(x, "sharding", "")), *_own_layout(x)]
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
+
+
+def _own_layout(x: Any) -> list[str]:
+    layout = x.format.layout if isinstance(x, jax.ShapeDtypeStruct) else None
+    return [] if layout is None else [str(layout)]
 
 
 def _to_json(tree: Any) -> Any:

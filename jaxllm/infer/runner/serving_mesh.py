@@ -15,7 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import sharding
@@ -26,6 +28,8 @@ from sharding import Rules, ShardingError
 
 SERVED = ("data", "fsdp", "expert", "tensor", "context")
 """Mesh axes that one program can be served over; ``jaxllm.infer.stages`` serves over stage and tensor."""
+LANES = 128
+"""Numbers in a row of a TPU's tile."""
 _WHY = {
     "stage": "one program has all layers; pipeline stages are of Engine.of, which makes a StagedRunner",
     "ulysses": "the all-to-all between heads and tokens is not supported; use context instead",
@@ -160,6 +164,40 @@ def placements(model: Functional, params: Any, mesh: Mesh | AbstractMesh) -> Any
         values, scales = value.array_axes(axes)
         return replace(value, values=one(value.values, values), scales=one(value.scales, scales))
 
+    return jax.tree.map(place, _axes_of(model, params), params, is_leaf=_is_axes)
+
+
+def with_layouts(model: Functional, params: Any, platform: str) -> Any:
+    """Shapes, dtypes and places of parameters, in the memory layout that steps on this platform read without a copy.
+
+    On a TPU the last two dimensions of an array are cut into tiles. The weight of the query heads is ``[D, N, H]``, and
+    its tiles hold several heads of one input; a step that decodes would copy it to tiles of one head, and keep the
+    copy. So it lies as ``[N, D, H]``, and those of keys and values too. Its shape, and results, are the same.
+
+    Args:
+        params: arrays, or shapes with shardings, as for ``placements``.
+        platform: of the devices: "tpu", or one that takes arrays as they are.
+    """
+
+    def one(axes: sharding.LogicalAxes, value: Any) -> Any:
+        if (
+            len(axes) < 3
+            or (axes[-3], axes[-1]) != ("embed", "head_dim")
+            or is_packed(value)
+            or value.shape[-1] % LANES
+        ):
+            return jax.tree.map(lambda x: shaped(x, x.sharding), value)
+        n = value.ndim
+        return shaped(value, Format(Layout((*range(n - 3), n - 2, n - 3, n - 1)), value.sharding))
+
+    shaped = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
+    if platform != "tpu":
+        return jax.tree.map(lambda x: shaped(x, x.sharding), params)
+    return jax.tree.map(one, _axes_of(model, params), params, is_leaf=_is_axes)
+
+
+def _axes_of(model: Functional, params: Any) -> Any:
+    """Logical axes of every parameter, in the structure of ``params``, which may be some of them."""
     every = model.logical_axes()
     tree = {name: every[name] for name in params}
     if "segments" in params:
@@ -168,7 +206,21 @@ def placements(model: Functional, params: Any, mesh: Mesh | AbstractMesh) -> Any
         if isinstance(segment, tuple):
             layer = jax.tree.map(lambda axes: axes[1:], tree["segments"][name], is_leaf=_is_axes)
             tree["segments"][name] = (layer,) * len(segment)
-    return jax.tree.map(place, tree, params, is_leaf=_is_axes)
+    return tree
+
+
+def relaid(value: jax.Array, there: Any) -> jax.Array:
+    """The array in the memory layout of this shape, if that has one of its own."""
+    return value if there.format.layout is None else jax.device_put(value, there.format)
+
+
+def fresh(value: Any, there: Any) -> jax.Array:
+    """A copy of weights where this shape is; always one, since a training step donates its buffers."""
+    if there.format.layout is None:
+        return put(value, there.sharding, may_alias=False)
+    if isinstance(value, jax.Array) and value.format.layout == there.format.layout:
+        value = jnp.copy(value)  # of default layout; ``device_put`` to a sharding would mix up its numbers (jax 0.10.2)
+    return relaid(put(value, there.sharding), there)
 
 
 def _is_axes(x: Any) -> bool:

@@ -111,7 +111,8 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
         way = "tight, recompute"
     # Trees and swapped pages go with formats that encode a token by itself.
     trees, each = name == "tree", name == "tree" or way == "tight, swap"
-    lossy = ("bfloat16", *(form for form in quantised_formats() if not (each and kv_format(form).residual)))
+    refused = lambda form: (each and form.residual) or (way in MESHES and form.orders_channels)  # noqa: E731
+    lossy = ("bfloat16", *(form for form in quantised_formats() if not refused(kv_format(form))))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
     engine = build(way, family, kv_dtype=kv, draft_trees=trees, draft_features=name in HEADS)
     silent, plain = engine.proposer, engine.draft_length
