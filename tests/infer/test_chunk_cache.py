@@ -27,6 +27,10 @@ def test_what_is_reused():
     assert CachedChunks(((3, 11),), 0.0).reuses(4, 11) == (Reuse(3, 10, 3, 11),)  # the last token is computed
     assert CachedChunks(((3, 6), (6, 14)), 1.0).reuses(4, 20) == ()
     assert CachedChunks(((3, 6),), 0.0).reuses(4, 20) == ()
+    # Behind a page of the prompt's beginning, if there is one before the chunk.
+    (one, two) = CachedChunks(((3, 11), (12, 20)), 0.0, 2).reuses(4, 30)
+    assert (one.lead, two.lead) == (0, 8)
+    assert CachedChunks(((12, 20),), 0.0).reuses(4, 30) == (Reuse(12, 20, 12, 20, 4),)
 
 
 def test_pages_of_other_chunks_have_other_hashes():
@@ -92,6 +96,11 @@ def test_models_and_meshes_that_are_refused():
         check_chunk_cache(dataclasses.replace(engines.model_of("llama", "float32"), pattern=(prefixed,)), None)
 
 
+def test_leads_that_are_refused():
+    with pytest.raises(ValueError, match="lead = -1; give 0 or more pages"):
+        CachedChunks(((0, 4),), 0.5, -1)
+
+
 def test_requests_that_are_refused():
     chunks = CachedChunks(((0, 20),))
     asked = dataclasses.replace(GREEDY, cached_chunks=chunks)
@@ -132,6 +141,29 @@ def test_completions_share_the_copies_and_cancelled_requests_give_them_back():
     assert len({tuple(s.tokens) for s in made[0].sequences}) == 1
     assert made[0].cached_tokens == 24
     assert not any(engine.scheduler.pages[0].ref_counts)
+
+
+def test_chunks_are_found_behind_their_lead():
+    """Prompts that begin alike share their chunks; those that do not, only chunks that were computed alone."""
+    engine = engines.build(ROOMY)
+    rng = np.random.default_rng(2)
+    one, two = rng.integers(0, engines.VOCAB, 8).tolist(), rng.integers(0, engines.VOCAB, 8).tolist()
+    chunk, between = rng.integers(0, engines.VOCAB, 16).tolist(), rng.integers(0, engines.VOCAB, 5).tolist()
+
+    def computed(lead: int, first: list[int], *more: int) -> int:
+        """Prompt tokens that were computed."""
+        prompt, before = [*first, *more, *chunk, 7, 8, 9], engine.metrics.prompt_tokens
+        span = (len(first) + len(more), len(first) + len(more) + len(chunk))
+        params = dataclasses.replace(GREEDY, cached_chunks=CachedChunks((span,), 0.0, lead))
+        (request,) = engines.serve(engine, [{"prompt": prompt, "params": params}])
+        assert request.cached_tokens >= 16
+        return engine.metrics.prompt_tokens - before
+
+    assert computed(1, one) >= 16
+    assert computed(1, one, *between) < 16
+    assert computed(1, two) >= 16
+    assert computed(0, one, 1) >= 16
+    assert computed(0, two, 2) < 16
 
 
 def test_chunks_side_by_side_are_all_copied():

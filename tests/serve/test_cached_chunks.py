@@ -32,7 +32,7 @@ def completed(client: httpx.Client, prompt: str, **body: Any) -> tuple[list[floa
 def test_documents_are_reused_at_any_place(client: httpx.Client) -> None:
     pages = servers.tiny_engine().scheduler.pages
     one, two = DOCUMENTS
-    chunks = {"cache_chunks": [one, two], "cache_chunk_share": 0}
+    chunks = {"cache_chunks": [one, two], "cache_chunk_share": 0, "cache_chunk_lead": 0}
     reused = sum(len(text) // 8 * 8 for text in DOCUMENTS)
     _, cached = completed(client, f"Facts:\n{one}{two}What is due?", cache_salt="one tenant", **chunks)
     assert cached == reused
@@ -68,6 +68,7 @@ def test_chat_completions_have_them_too(client: httpx.Client) -> None:
     [
         ({"cache_chunks": ["not there"]}, "cache_chunks", "chunk 0 (9 tokens) is not in the prompt"),
         ({"cache_chunk_share": 0.5}, "cache_chunk_share", "is for cache_chunks"),
+        ({"cache_chunk_lead": 1}, "cache_chunk_lead", "is for cache_chunks"),
         ({"cache_chunks": ["Facts"], "beams": 2}, "cache_chunks", "it goes neither with beams"),
         ({"cache_chunks": ["Facts"], "echo": True}, "cache_chunks", "nor with prompt_logprobs"),
     ],

@@ -46,6 +46,7 @@ OURS = {
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "skip_special_tokens", "parse_special"),
     *("spaces_between_special_tokens", "truncate_prompt_tokens", "return_token_ids", "prompt_logprobs"),
     *("add_special_tokens", "truncation_side", "cache_chunks", "cache_chunk_share"),
+    "cache_chunk_lead",
     *("subtask_markers", "subtasks_kept"),
 }
 """Fields that OpenAI does not have."""
@@ -173,7 +174,14 @@ ELSEWHERE = {
 }
 """Seen by tests of their own: answers, the log, templates."""
 for _names in ELSEWHERE.values():
-    _names |= {"parse_special", "return_token_ids", "truncation_side", "cache_chunk_share", "subtasks_kept"}
+    _names |= {
+        "parse_special",
+        "return_token_ids",
+        "truncation_side",
+        "cache_chunk_share",
+        "cache_chunk_lead",
+        "subtasks_kept",
+    }
 NO_EFFECT = {"metadata": {"a": "b"}, "spaces_between_special_tokens": False}
 """Accepted, and documented to change nothing."""
 

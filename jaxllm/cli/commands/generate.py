@@ -77,8 +77,8 @@ def generate(argv: list[str]) -> int:
             name: with --batch: model name in the requests; the last part of MODEL by default.
             max_sequences: with --batch: maximum number of sequences that run at the same time.
             policy: with --batch: order of the requests: as they are in the file, the shortest expected remaining work,
-                grouped by common prefixes, or predicted: admitted by the KV cache that they are predicted to need
-                (docs/serve/kv_cache.md).
+                grouped by common prefixes, or predicted: admitted by the KV cache that they are predicted to need, from
+                means by prompt length; learned: the same, from the tokens of prompts (docs/serve/kv_cache.md).
             max_len: with --batch: maximum sequence length in tokens, prompt included; by default the model's context
                 length.
             max_tokens: maximum number of tokens to generate; the end of the document stops earlier.

@@ -104,7 +104,8 @@ def serve(argv: list[str]) -> int:
             max_batched_tokens: token budget of a step: one per decoding sequence, the rest for chunked prefill.
             policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, the
                 shortest expected remaining work, grouped by common prefixes, or predicted: in arrival order, admitted
-                by the KV cache that they are predicted to need.
+                by the KV cache that they are predicted to need, from means by prompt length; learned: the same, from
+                the tokens of prompts.
             tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
                 mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
                 detected from the chat template.

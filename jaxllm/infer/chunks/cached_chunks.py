@@ -1,11 +1,12 @@
 """Cached chunks (Cache-Craft, arXiv:2502.15734): parts of a prompt whose KV cache is reused wherever they stand.
 
-A chunk's keys and values are those of the chunk alone, as a prompt of its own, which the prefix cache keeps. In another
-prompt they are copied to the chunk's place and the keys are turned to their new positions. What the chunk's tokens
-would have taken from the text before it is missing then, so a share of them is recomputed in place: the first ones,
-which know least of their own chunk, and those of its last page that is not full. The paper stores chunks as they were
+A chunk's keys and values are those of the chunk behind its lead, the first page of the prompt, which prompts of one
+application have in common: a prompt of its own, which the prefix cache keeps. In another prompt with that lead they are
+copied to the chunk's place and the keys are turned to their new positions. What the chunk's tokens would have taken
+from the rest of the text before it is missing then, so a share of them is recomputed in place: the first ones, which
+know least of their own chunk, and those of its last page that is not full. The paper stores chunks as they were
 computed in the first prompt that had them, and chooses the tokens by the attention that they gave to other chunks
-there.
+there; docs/decisions/0022-cached-chunks.md says what that is worth.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import NamedTuple
 
 DEFAULT_SHARE = 0.25
 """Share of a chunk's tokens that are recomputed, unless another is given."""
+DEFAULT_LEAD = 1
+"""Pages of a prompt's beginning that its chunks are computed behind, unless another number is given."""
 
 
 class Reuse(NamedTuple):
@@ -26,12 +29,14 @@ class Reuse(NamedTuple):
         start, stop: first position, and the one after the last.
         origin: position of the chunk's first token.
         end: position after the chunk's last token.
+        lead: first tokens of the prompt that the chunk was computed behind.
     """
 
     start: int
     stop: int
     origin: int
     end: int
+    lead: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,20 @@ class CachedChunks:
         spans: first token, and the one after the last, of each chunk, by their places in the prompt; in order.
         share: share of each chunk's tokens that are recomputed, from its first on. 1 is plain prefill, 0 recomputes
             nothing but tokens of a page that is not full.
+        lead: pages at the beginning of the prompt that chunks behind them are computed behind, and found by: prompts
+            that begin with other tokens do not share their chunks. 0: each chunk is computed alone.
 
     Raises:
-        ValueError: the share is not from 0 to 1, or the spans are not in order.
+        ValueError: the share is not from 0 to 1, the lead is negative, or the spans are not in order.
     """
 
     spans: tuple[tuple[int, int], ...]
     share: float = DEFAULT_SHARE
+    lead: int = DEFAULT_LEAD
 
     def __post_init__(self) -> None:
+        if self.lead < 0:
+            raise ValueError(f"cached_chunks: lead = {self.lead}; give 0 or more pages.")
         if not 0 <= self.share <= 1:
             raise ValueError(f"cached_chunks: share = {self.share}; give 0 to 1.")
         ends = [place for span in self.spans for place in span]
@@ -68,7 +78,7 @@ class CachedChunks:
             start = origin + math.ceil(self.share * (end - origin))
             stop = min(origin + whole, length - 1)
             if start < stop:
-                found.append(Reuse(start, stop, origin, end))
+                found.append(Reuse(start, stop, origin, end, min(self.lead, origin // page_size) * page_size))
         return tuple(found)
 
     def mark(self, begin: int, end: int) -> bytes:
@@ -76,7 +86,7 @@ class CachedChunks:
         inside = [(start - begin, stop - begin) for start, stop in self.spans if start < end and stop > begin]
         if self.share == 1 or not inside:
             return b""
-        return hashlib.blake2b(repr((inside, self.share)).encode(), digest_size=16).digest()
+        return hashlib.blake2b(repr((inside, self.share, self.lead)).encode(), digest_size=16).digest()
 
 
 def chunk_spans(prompt: list[int], chunks: list[list[int]]) -> tuple[tuple[int, int], ...]:

@@ -47,7 +47,8 @@ class ChunkMove:
     def of(cls, sequence: Sequence, reuse: Reuse, start: int, held: list[list[int]], page_size: int) -> ChunkMove:
         """Copy of what a sequence reuses from ``start`` on, of a chunk's pages by layer group."""
         new = np.arange(start, reuse.stop)
-        old = new - reuse.origin
+        turn = reuse.origin - reuse.lead
+        old = new - turn
 
         def slots(pages: list[int], at: np.ndarray) -> np.ndarray:
             found = np.asarray(pages)[at // page_size]
@@ -55,7 +56,7 @@ class ChunkMove:
             return (found * page_size + at % page_size).astype(np.int32)
 
         targets = tuple(slots(own, new) for own in sequence.pages)
-        return cls(sequence, reuse.origin, tuple(slots(pages, old) for pages in held), targets)
+        return cls(sequence, turn, tuple(slots(pages, old) for pages in held), targets)
 
 
 def check_chunk_cache(model: DecoderConfig, mesh: jax.sharding.Mesh | None) -> None:

@@ -1,4 +1,4 @@
-"""Chunk requests: the chunks of a prompt that are not cached are computed as prompts of their own first."""
+"""Chunk requests: the chunks of a prompt that are not cached are computed first, as prompts of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def await_chunks(request: Request, submit: Callable[..., Request], scheduler: St
     alone = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     same = {"salt": request.client_salt, "service": request.service, "adapter": request.adapter, "internal": True}
     request.awaits = tuple(
-        submit(request.prompt[one.origin : one.end], alone, **same)
+        submit([*request.prompt[: one.lead], *request.prompt[one.origin : one.end]], alone, **same)
         for one in request.reuses
         if not prefix_cache.has_chunk(request, one)
     )

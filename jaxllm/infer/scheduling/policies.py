@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 GENERATED_TOKEN_COST = 2.0
 """Cost of a generated token for a key, relative to a prompt token (arXiv:2401.00588, section 3)."""
@@ -197,9 +197,14 @@ class Predicted:
     A job is admitted if there are pages for the tokens that it and the running jobs are predicted to generate. A job
     that generates more has its prediction doubled, and reserves that from then on; where pages run out all the same,
     the last to arrive is preempted and waits with its new prediction.
+
+    Attributes:
+        by_prompt: lengths are predicted from the tokens of prompts, see ``LengthClassifier``, and not as means by
+            prompt length.
     """
 
-    reserves_predicted = True
+    by_prompt: bool = False
+    reserves_predicted: ClassVar[bool] = True
 
     def order(self, view: View) -> list[int]:
         """Orders by id."""
@@ -297,10 +302,11 @@ POLICIES: dict[str, Policy | None] = {
     "shortest": Shortest(),
     "grouped": Grouped(),
     "predicted": Predicted(),
+    "learned": Predicted(by_prompt=True),
 }
 """Scheduling policies by the names that commands have for them; None is first come, first served without a view."""
-BatchPolicyName = Literal["first-come", "shortest", "grouped", "predicted"]
-PolicyName = Literal["first-come", "priority", "fair", "shortest", "grouped", "predicted"]
+BatchPolicyName = Literal["first-come", "shortest", "grouped", "predicted", "learned"]
+PolicyName = Literal["first-come", "priority", "fair", "shortest", "grouped", "predicted", "learned"]
 """Names of policies: for one client's batch, and for a server."""
 
 

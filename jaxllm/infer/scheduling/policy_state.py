@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from jaxllm.infer.scheduling import sequence
+from jaxllm.infer.scheduling.length_classifier import LengthClassifier
 from jaxllm.infer.scheduling.policies import (
     GENERATED_TOKEN_COST,
     Job,
@@ -28,11 +29,12 @@ class PolicyState:
             meet it; None: no target.
         clock: returns seconds.
         predict: predicts the number of generated tokens from prompt length and max_tokens; None: the mean of the
-            completions that ended.
+            completions that ended, or what the policy says.
 
     Attributes:
         step_times: model of step durations, updated by the engine.
         lengths: lengths of the completions that ended.
+        classifier: predicts lengths from prompts, if the policy is one that does so by prompt.
         served: tokens served so far for each account, see ``GENERATED_TOKEN_COST``.
     """
 
@@ -45,6 +47,7 @@ class PolicyState:
     ):
         self.policy, self.tpot, self.clock, self._predict = policy, tpot, clock, predict
         self.step_times, self.lengths, self.served = StepTimes(), LengthPredictor(), dict[str, float]()
+        self.classifier = LengthClassifier() if getattr(policy, "by_prompt", False) else None
 
     @property
     def holds_prefixes(self) -> bool:
@@ -67,12 +70,17 @@ class PolicyState:
 
     def predict(self, request: sequence.Request) -> float:
         """Predicted number of tokens that a completion of a request has, by what is known now."""
-        return (self._predict or self.lengths.predict)(len(request.prompt), request.params.max_tokens)
+        most = request.params.max_tokens
+        if self._predict is None and self.classifier is not None:
+            return self.classifier.predict(request.prompt, most)
+        return (self._predict or self.lengths.predict)(len(request.prompt), most)
 
     def finish(self, old: sequence.Sequence) -> None:
         """Records the length of a sequence that has ended."""
         if old.finish in ("stop", "length"):
             self.lengths = self.lengths.with_completion(len(old.request.prompt), old.generated)
+            if self.classifier is not None:
+                self.classifier.learn(old.request.prompt, old.generated)
 
     def charge(self, one: sequence.Sequence, prompt: int, generated: int) -> None:
         """Charges a sequence's account for prompt tokens and generated tokens."""

@@ -33,10 +33,11 @@ def prefix_salt(config: EngineConfig, *, client: str = "", adapter: str = "", in
 
 
 def chunk_hashes(request: Request, reuse: Reuse, page_size: int) -> list[bytes]:
-    """Hashes of a chunk's whole pages: those of a prompt of the chunk alone."""
+    """Hashes of a chunk's whole pages, those of its lead before them: of a prompt of both and nothing else."""
     found, before = list[bytes](), request.salt
-    for at in range(reuse.origin, reuse.end - page_size + 1, page_size):
-        before = page_hash(before, request.prompt[at : at + page_size])
+    text = [*request.prompt[: reuse.lead], *request.prompt[reuse.origin : reuse.end]]
+    for at in range(0, len(text) - page_size + 1, page_size):
+        before = page_hash(before, text[at : at + page_size])
         found.append(before)
     return found
 
@@ -183,7 +184,8 @@ class PrefixCache:
     def chunk_pages(self, sequence: Sequence, reuse: Reuse) -> list[list[int]] | None:
         """Pages of a cached chunk by layer group, those that have what a sequence reuses; None if one is missing."""
         size, hashes = self.page_size, chunk_hashes(sequence.request, reuse, self.page_size)
-        first, stop = (sequence.computed - reuse.origin) // size, -(-(reuse.stop - reuse.origin) // size)
+        turn = reuse.origin - reuse.lead
+        first, stop = (sequence.computed - turn) // size, -(-(reuse.stop - turn) // size)
         held = [[NO_PAGE] * first + [pages.find(one) for one in hashes[first:stop]] for pages in self.pages]
         return None if any(page is None for own in held for page in own) else held  # pyright: ignore[reportReturnType]
 

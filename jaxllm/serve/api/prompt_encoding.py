@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.files import DataError
-from jaxllm.infer.chunks.cached_chunks import DEFAULT_SHARE, CachedChunks, chunk_spans
+from jaxllm.infer.chunks.cached_chunks import DEFAULT_LEAD, DEFAULT_SHARE, CachedChunks, chunk_spans
 from jaxllm.infer.llm import encode_prompt
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.scheduling.policies import Service
@@ -289,17 +289,22 @@ def cached_chunks_of(body: SamplingFields, tokenizer: Tokenizer, ids: list[int])
     """Cached chunks of a prompt; None: the request names none.
 
     Raises:
-        ApiError: one is not in the prompt, or a share is given without chunks.
+        ApiError: one is not in the prompt, or a share or a lead is given without chunks.
     """
     if body.cache_chunks is None:
-        if body.cache_chunk_share is not None:
-            raise ApiError(400, "cache_chunk_share is for cache_chunks; give those too.", param="cache_chunk_share")
+        for name in ("cache_chunk_share", "cache_chunk_lead"):
+            if getattr(body, name) is not None:
+                raise ApiError(400, f"{name} is for cache_chunks; give those too.", param=name)
         return None
     try:
         spans = chunk_spans(ids, [tokenizer.encode(text).tolist() for text in body.cache_chunks])
     except ValueError as error:
         raise ApiError(400, str(error), param="cache_chunks") from None
-    return CachedChunks(spans, DEFAULT_SHARE if body.cache_chunk_share is None else body.cache_chunk_share)
+    return CachedChunks(
+        spans,
+        DEFAULT_SHARE if body.cache_chunk_share is None else body.cache_chunk_share,
+        DEFAULT_LEAD if body.cache_chunk_lead is None else body.cache_chunk_lead,
+    )
 
 
 def _subtasks_of(body: SamplingFields, tokenizer: Tokenizer) -> Subtasks | None:

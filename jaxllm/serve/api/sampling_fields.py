@@ -98,6 +98,11 @@ class SamplingFields(RequestModel):
         description="With cache_chunks: share of each part's tokens that is recomputed in its place, 0.25 by default; "
         "1 is exact.",
     )
+    cache_chunk_lead: Annotated[int, Field(ge=0, le=1024), WHOLE_NUMBER] | None = Field(
+        default=None,
+        description="With cache_chunks: pages at the beginning of the prompt that the parts are computed behind, and "
+        "found by, 1 by default; 0: alone.",
+    )
     subtask_markers: Annotated[list[Stop], Field(min_length=2, max_length=2)] | None = Field(
         default=None,
         description="Texts that begin and end a subtask, best special tokens: what is generated between them leaves "

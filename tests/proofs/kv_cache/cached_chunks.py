@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from jaxllm.convert.load import load_model
+from jaxllm.data import corpus
 from jaxllm.infer import Engine, Request, SamplingParams
 from jaxllm.infer.chunks.cached_chunks import CachedChunks
 from jaxllm.models import Functional, functional
@@ -22,8 +24,8 @@ from tests.proofs.harness import proof
 
 MODELS = ["llama", "smollm2", "mistral", "qwen2", "gemma2", "gemma3", "phi3", "mixtral", "deepseek_v3"]
 WAYS = [(model, way) for model in MODELS for way in ("roomy", "tight, recompute", "tight, swap")]
-ROWS = 112
-"""Rows of the reference: a text and its chunks once more."""
+ROWS = 160
+"""Rows of the reference: a text and its chunks once more, each with its lead."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -76,7 +78,7 @@ def logprobs(model: Functional, params: Any, text: Any, at: Any, mask: Any) -> A
 
 @dataclass(frozen=True)
 class View:
-    """What sees what: each chunk is behind the text once more, by itself, at its place; who looks at a reused token
+    """What sees what: each chunk is behind the text once more, with its lead, at its place; who looks at a reused token
     looks at that copy.
 
     Attributes:
@@ -94,10 +96,10 @@ class View:
         many = len(tokens)
         at, text, source, alone = list(range(many)), list(tokens), list(range(many)), list[tuple[int, int]]()
         for one in chunks.reuses(page_size, prompt):
-            first = len(text)
-            alone.append((first, first + one.end - one.origin))
-            text += tokens[one.origin : one.end]
-            at += range(one.origin, one.end)
+            alone.append((len(text), len(text) + one.lead + one.end - one.origin))
+            first = len(text) + one.lead
+            text += [*tokens[: one.lead], *tokens[one.origin : one.end]]
+            at += range(one.origin - one.lead, one.end)
             source[one.start : one.stop] = range(first + one.start - one.origin, first + one.stop - one.origin)
         mask = np.zeros((len(text), len(text)), dtype=bool)
         for i in range(many):
@@ -109,17 +111,18 @@ class View:
 
 def prompts(rng: np.random.Generator, share: float, many: int) -> list[dict[str, Any]]:
     """Prompts of some of three documents in any order, with texts between them and a question at the end."""
+    common = rng.integers(0, engines.VOCAB, 10).tolist()
     documents = [rng.integers(0, engines.VOCAB, n).tolist() for n in (8, 13, 17)]
     out = []
     for _ in range(many):
-        prompt, spans = rng.integers(0, engines.VOCAB, rng.integers(0, 6)).tolist(), []
+        prompt, spans = common[: rng.integers(0, 11)], []
         for number in rng.permutation(3)[: rng.integers(1, 4)]:
             spans.append((len(prompt), len(prompt) + len(documents[number])))
             prompt += [*documents[number], *rng.integers(0, engines.VOCAB, rng.integers(0, 3)).tolist()]
         prompt += rng.integers(0, engines.VOCAB, rng.integers(1, 5)).tolist()
         params = SamplingParams(
             max_tokens=int(rng.integers(2, 7)), temperature=0.0, logprobs=0,
-            cached_chunks=CachedChunks(tuple(spans), share),
+            cached_chunks=CachedChunks(tuple(spans), share, int(rng.integers(0, 3))),
         )  # fmt: skip
         out.append({"prompt": prompt, "params": params, "at": int(rng.integers(0, 30))})
     return out
@@ -170,13 +173,45 @@ def error_falls_with_the_recomputed_share(case: tuple[str, int]) -> None:
     spans = tuple((first, first + 24) for first in (4, 28, 54))
     errors, want = [], None
     for share in reversed(SHARES):
-        view = View.of(list(range(84)), CachedChunks(spans, share), 4, 84)
+        view = View.of(list(range(84)), CachedChunks(spans, share, 0), 4, 84)
         run = quick.jit(lambda p, text, view=view: logprobs(model, p, text, view.positions, view.mask))
         found = np.asarray(run(params, rows[:, view.text]))[:, 83]
         want = found if want is None else want
         errors.append(float(np.abs(found - want).mean()))
     assert errors[0] == 0.0
     assert np.all(np.diff(errors) > 0)
+
+
+@proof("kv_cache", count=4, sample=1, bound={"0.0": 1.0, "0.25": 1.0, "0.5": 1.0})
+def leads_lower_the_error(seed: int) -> dict[str, float]:
+    """SmolLM2 on the held-out plays: 16 tokens, three chunks of 64 from elsewhere, and 32 tokens: the divergence of the
+    last tokens' distributions from full prefill with chunks behind the first 16 tokens, over that with chunks alone."""
+    model, params, ids = _smollm2()
+    rng, page = np.random.default_rng(seed), 16
+    cut = lambda many: ids[(at := int(rng.integers(len(ids) - many))) : at + many]  # noqa: E731
+    tokens = [*cut(page), *(token for _ in range(3) for token in cut(64)), *cut(32)]
+    spans = tuple((first, first + 64) for first in (16, 80, 144))
+    most = len(tokens) + 3 * (64 + page)
+
+    def found(share: float, lead: int) -> np.ndarray:
+        view = View.of(tokens, CachedChunks(spans, share, lead), page, len(tokens))
+        rest = most - len(view.text)
+        mask = np.eye(most, dtype=bool)
+        mask[: len(view.text), : len(view.text)] = view.mask
+        text, at = (np.pad(np.asarray(x, np.int32), (0, rest)) for x in (view.text, view.positions))
+        return np.asarray(model(params, text[None], at, mask), np.float64)[0, len(tokens) - 33 : len(tokens)]
+
+    want = found(1.0, 0)
+    error = lambda *how: float((np.exp(want) * (want - found(*how))).sum(-1).mean())  # noqa: E731
+    return {str(share): error(share, 1) / error(share, 0) for share in (0.0, 0.25, 0.5)}
+
+
+@functools.cache
+def _smollm2() -> tuple[Any, Any, list[int]]:
+    """Log-probabilities by SmolLM2, its weights, and token ids of the held-out plays."""
+    loaded = load_model("smollm2")
+    run = jax.jit(lambda params, text, at, mask: logprobs(loaded.model, params, text, at, mask))
+    return run, loaded.params, loaded.tokenizer.encode(corpus.path("heldout").read_text("utf-8")[:400_000]).tolist()
 
 
 @proof("kv_cache", count=100, sample=1, float64=True, bound=1e-10)

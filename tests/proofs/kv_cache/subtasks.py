@@ -80,12 +80,14 @@ def error(model: str, request: Request) -> tuple[float, int]:
 
 def asked(rng: np.random.Generator, rule: Subtasks, many: int, length: int) -> list[dict[str, Any]]:
     """Requests whose completions have many subtasks."""
-    likely = dict.fromkeys(rule.start, 3.5) | dict.fromkeys(rule.end, 4.0)
+    markers = (*rule.start, *rule.end)
+    likely = dict.fromkeys(rule.start, 10.0) | dict.fromkeys(rule.end, 12.5)
     out = []
     for _ in range(many):
         params = SamplingParams(
-            max_tokens=length, temperature=1.0, logprobs=0, seed=int(rng.integers(2**32)), subtasks=rule,
-            n=int(rng.choice([1, 1, 2])), logit_bias=likely, frequency_penalty=float(rng.choice([0.0, 0.05])),
+            max_tokens=length, temperature=5.0, logprobs=0, seed=int(rng.integers(2**32)), subtasks=rule,
+            n=int(rng.choice([1, 1, 2])), logit_bias=likely, allowed_tokens=(*markers, *range(10, 16)),
+            frequency_penalty=float(rng.choice([0.0, 0.05])),
         )  # fmt: skip
         prompt = rng.integers(0, engines.VOCAB, rng.integers(1, 20)).tolist()
         out.append({"prompt": prompt, "params": params, "at": int(rng.integers(0, 10))})
