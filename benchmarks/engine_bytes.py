@@ -42,7 +42,7 @@ def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: st
 
     from jaxllm.infer.runner.engine_step import EngineStep
     from jaxllm.infer.runner.paged_cache import layer_groups
-    from jaxllm.infer.runner.serving_mesh import serving_model
+    from jaxllm.infer.runner.serving_mesh import serving_model, with_layouts
     from jaxllm.models import functional, unstack_layers
     from jaxllm.plan.formulas.serving_step import PLAIN
     from jaxllm.quant.packing import packed_shapes
@@ -63,6 +63,7 @@ def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: st
         if layers == "apart":
             shapes = jax.eval_shape(unstack_layers, shapes)
         params = jax.tree.map(lambda x: abstract(x.shape, x.dtype), shapes)
+        params = with_layouts(model, params, topology.platform)
         step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         others = tuple(abstract((1, n), jnp.int32) for n in (shape.requests, shape.inputs.size))
         return step.lower(params, (Slots(pool),), *others).compile(), params, pool, others

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import sharding
 from sharding import MeshSpec
 from sharding.isolate import stage
 from sharding.topology import Topology
@@ -99,3 +100,18 @@ def mesh_shape(topology: Topology, mesh: str) -> dict[str, int]:
     built = MeshSpec.parse(mesh).build(topology.devices())
     assert set(built.devices.flat) == set(topology.devices())
     return dict(built.shape)
+
+
+def units_of_one_row(topology: Topology) -> dict[str, bool]:
+    """Whether a matmul of a single row is the matrix unit's (a convolution), as it is and by ``multiply_rows``."""
+    place = jax.sharding.SingleDeviceSharding(topology.devices()[0])
+    row, weight = (jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=place) for size in ((1, 1024), (1024, 8, 128)))
+
+    def plain(row: Any, weight: Any) -> Any:
+        return jax.lax.dot_general(row, weight, (((1,), (0,)), ((), ())))
+
+    def by_rows(row: Any, weight: Any) -> Any:
+        return sharding.multiply_rows(lambda row: plain(row, weight), row)
+
+    text = lambda f: jax.jit(f).lower(row, weight).compile().as_text() or ""  # noqa: E731
+    return {f.__name__: " convolution(" in text(f) for f in (plain, by_rows)}

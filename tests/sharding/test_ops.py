@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding
 from sharding import DEFAULT, MeshSpec, ShardingError
+from sharding.isolate import run_isolated
 
 
 @functools.cache
@@ -193,3 +194,22 @@ def test_rules_are_not_leaked_through_jits_cache():
     with jax.set_mesh(mesh("tensor=4")):
         assert default(x).sharding.spec == P(None, "tensor")
     assert default(x).sharding.is_fully_replicated
+
+
+@pytest.mark.drawn(0.3)
+def test_a_row_is_multiplied_by_the_matrix_unit_of_a_tpu():
+    assert run_isolated("tests.sharding.targets:units_of_one_row", "v6e:1x1") == {"plain": False, "by_rows": True}
+
+
+def test_a_row_is_multiplied_as_it_is_elsewhere(rng):
+    x, w = rng.normal(size=(1, 1, 6)).astype(np.float32), rng.normal(size=(6, 2, 3)).astype(np.float32)
+
+    def multiply(x):
+        return jnp.einsum("bsd,dnh->bsnh", x, w)
+
+    got = jax.jit(lambda x: sharding.multiply_rows(multiply, x, 2))(x)
+    np.testing.assert_array_equal(got, jax.jit(multiply)(x))
+    grads = [
+        jax.grad(lambda x, f=f: f(x).sum())(x) for f in (multiply, lambda x: sharding.multiply_rows(multiply, x, 2))
+    ]
+    np.testing.assert_array_equal(*grads)
