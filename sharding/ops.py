@@ -203,9 +203,7 @@ def project(
         # as a plain matmul; otherwise it copies the activations transposed, a third of the step's time.
         tokens = x.shape[: x.ndim - contract]
         rows, columns = x.reshape(math.prod(tokens), -1), w.shape[contract:]
-        if multiply is None and contract == 1:
-            # Heads stay a dimension of the weight: tiles of a TPU hold heads of one input, and a matrix of inputs by
-            # all heads' numbers would be a copy in every step.
+        if multiply is None and contract == 1 and current_rules().keep_heads:
             plain = lambda rows: jax.lax.dot_general(rows, w, (((1,), (0,)), ((), ())))  # noqa: E731
             return multiply_rows(plain, rows).reshape(*tokens, *columns)
         matmul = multiply or (lambda x, w, *_: multiply_rows(lambda x: x @ w, x))

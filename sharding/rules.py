@@ -36,12 +36,16 @@ class Rules:
             heads than tensor shards).
         rings: mesh axes over which all-gathers and reduce-scatters of a split sequence are overlapped with matmuls
             (``sharding.collective_matmul``); over others they are single collectives before and after the matmuls.
+        keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: tiles of a TPU hold
+            several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
+            activations for the gradient then.
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     storage: tuple[str, ...] = ("embed", "vocab_embed", "expert_embed", "latent")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
     rings: tuple[str, ...] = ()
+    keep_heads: bool = False
 
     def __post_init__(self) -> None:
         # A mesh axis that no mesh can have would be ignored everywhere: silently replicated.

@@ -133,7 +133,8 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
     """
     stored = dict.fromkeys(rules.storage, ("fsdp",))
     tokens = ("context",) if split else ()
-    return rules.override(seq=tokens, residual_seq=tokens, attn_seq=tokens, attn_kv_seq=(), layers=(), **stored)
+    rules = rules.override(seq=tokens, residual_seq=tokens, attn_seq=tokens, attn_kv_seq=(), layers=(), **stored)
+    return replace(rules, keep_heads=True)
 
 
 def serving_model(model: Functional, *, split: bool = False) -> Functional:
