@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxllm.models import DecoderConfig, Segments, functional
 
-_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
+OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 12):  # later ones have no such option
-    _OPTIONS["xla_cpu_use_fusion_emitters"] = False
+    OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
-jit = functools.partial(jax.jit, compiler_options=_OPTIONS)
+jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 """``jax.jit`` whose programs are compiled five times as fast; for arithmetic only, not for claims about programs."""
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jaxllm.checkpoint.snapshot import SnapshotLeaf, single_chunk_leaf
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf, single_chunk_leaf
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
 from jaxllm.checkpoint.storage.file_systems import FileSystem

@@ -18,7 +18,8 @@ from jaxllm.checkpoint.checkpoint_writer import HostMemoryBudget, StreamedLeaf
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.readonly import ReadOnlyCheckpointer, RestoredCheckpoint
-from jaxllm.checkpoint.snapshot import CopyMode, SnapshotLeaf
+from jaxllm.checkpoint.snapshot import CopyMode
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord, Manifest

@@ -25,7 +25,8 @@ from jaxllm.checkpoint.checkpointer import Checkpointer
 from jaxllm.checkpoint.config import CheckpointConfig
 from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.readonly import RestoredCheckpoint
-from jaxllm.checkpoint.snapshot import CopyMode, SnapshotLeaf
+from jaxllm.checkpoint.snapshot import CopyMode
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
 from jaxllm.checkpoint.storage import array_store, leaf_hashing
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
 from jaxllm.checkpoint.storage.file_systems import FileSystem

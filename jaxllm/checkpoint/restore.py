@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 
 from jaxllm.checkpoint.checkpoint_reader import CheckpointLeaf
 from jaxllm.checkpoint.errors import CheckpointError, CheckpointMismatchError
+from jaxllm.checkpoint.offloaded_leaf import OffloadedLeaf
 from jaxllm.checkpoint.storage.checkpoint_manifest import LeafRecord
 from jaxllm.checkpoint.storage.stored_leaf import Index
 
@@ -172,7 +173,7 @@ def place_leaf(path: str, source: LeafSource, saved: Mapping[str, CheckpointLeaf
         source: the saved leaves that it is made from.
         saved: path -> saved leaf.
         target: a jax array or ShapeDtypeStruct (its sharding applies; without one, the default device), or a numpy
-            array (the result is a numpy array too).
+            array (the result is a numpy array too), or a leaf that is not in memory.
 
     Raises:
         CheckpointError: a sharding without devices, or a 64-bit leaf while x64 is off.
@@ -181,6 +182,8 @@ def place_leaf(path: str, source: LeafSource, saved: Mapping[str, CheckpointLeaf
     if isinstance(target, np.ndarray | np.generic):
         array = source.read(saved)
         return array if record.key_impl or array.dtype == target.dtype else array.astype(target.dtype)
+    if isinstance(target, OffloadedLeaf):
+        return target.restore(lambda index: source.read(saved, index).astype(target.dtype, copy=False))
     sharding = getattr(target, "sharding", None)
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         raise CheckpointError(

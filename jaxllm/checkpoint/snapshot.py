@@ -21,47 +21,11 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxllm.checkpoint.errors import CheckpointError
+from jaxllm.checkpoint.offloaded_leaf import OffloadedLeaf
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf, single_chunk_leaf
 from jaxllm.checkpoint.state_fragments import PackedFragments
 from jaxllm.checkpoint.storage import array_store
 from jaxllm.checkpoint.storage.leaf_paths import leaf_paths
-
-
-@dataclasses.dataclass(frozen=True)
-class SnapshotLeaf:
-    """Leaf of a snapshot, ready to be written.
-
-    shape, dtype, key_impl: as in the manifest.
-    array_shape, array_dtype: shape and dtype of the stored values (for typed PRNG keys, of the key data).
-    chunk: shape of one chunk; the leaf's own shape if one process has all of it.
-    parts: name -> call, for the chunks that this process writes; the call returns the chunk's values in C order, in
-        pieces of any size.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    key_impl: str | None
-    array_shape: tuple[int, ...]
-    array_dtype: np.dtype
-    chunk: tuple[int, ...]
-    parts: Mapping[str, Callable[[], Iterable[np.ndarray]]]
-
-    @property
-    def split(self) -> bool:
-        """Whether several processes write the leaf."""
-        return self.chunk != self.array_shape
-
-
-def single_chunk_leaf(
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    pieces: Callable[[], Iterable[np.ndarray]],
-    key: tuple[str, str] | None = None,
-) -> SnapshotLeaf:
-    """Leaf that one process writes as one chunk; `key` is the (dtype, implementation) of typed PRNG keys."""
-    outer = shape[:-1] if key else shape
-    name, impl = key or (str(dtype), None)
-    return SnapshotLeaf(outer, name, impl, shape, dtype, shape, {array_store.single_chunk_name(shape): pieces})
-
 
 CopyMode = Literal["device", "host", "later", "none"]
 
@@ -70,7 +34,7 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
     """Snapshot of every leaf of a state: the caller may donate or overwrite its arrays afterwards.
 
     Args:
-        state: jax arrays of any dtype and sharding, typed PRNG keys and numpy arrays.
+        state: jax arrays of any dtype and sharding, typed PRNG keys, numpy arrays, leaves that are not in memory.
         copy: memory in which jax arrays are copied; none makes no copy, and the caller waits until they are written;
             later starts the copy to the host, which ``fetch`` completes, and the caller keeps the arrays until then.
         multihost: leaves may be sharded over several processes, which all call this; each gets its own chunks.
@@ -85,6 +49,9 @@ def capture(state: Any, *, copy: CopyMode, multihost: bool = False) -> dict[str,
     for path, leaf in leaves.items():
         if isinstance(leaf, PackedFragments):
             packed[path] = _packed_leaf(path, leaf, copy)
+            continue
+        if isinstance(leaf, OffloadedLeaf):
+            packed[path] = leaf.snapshot()
             continue
         if isinstance(leaf, np.ndarray | np.generic):
             if leaf.dtype.kind in "OSUMm":

@@ -49,6 +49,7 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.plan.hardware import HardwareError
     from jaxllm.plan.scaling_laws import ScalingError
     from jaxllm.train import NonFiniteLossError, ResumeError
+    from jaxllm.train.disk.state_file import DiskTierError
     from jaxllm.train.records.receipt import ReceiptError
     from sharding import ShardingError
     from sharding.topology import CompilerMissing
@@ -60,6 +61,7 @@ def is_user_error(error: Exception) -> bool:
         ConfigError,
         CursorMismatch,
         DataError,
+        DiskTierError,
         DistributedError,
         HardwareError,
         HubError,

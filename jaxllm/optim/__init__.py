@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules, as optax chains."""
 
+from jaxllm.optim.build import layer_optimizer as layer_optimizer
 from jaxllm.optim.build import optimizer as optimizer
 from jaxllm.optim.config import OptimConfig as OptimConfig
 from jaxllm.optim.matrix_params import decay_mask as decay_mask

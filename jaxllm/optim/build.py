@@ -14,7 +14,7 @@ from jaxllm.optim.config import OptimConfig
 from jaxllm.optim.layerwise_rules import layerwise, layerwise_transforms
 from jaxllm.optim.optimizer_table import OPTIMIZERS
 from jaxllm.optim.schedules import schedule
-from jaxllm.optim.streamed_state import streamed_optimizer
+from jaxllm.optim.streamed_state import Make, streamed_optimizer
 
 
 def optimizer(
@@ -38,12 +38,24 @@ def optimizer(
         return layerwise(lambda axes: optax.chain(*spec.links(config, axes, rate)), logical_axes)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     if device_every:
-
-        def make(axes: Any) -> optax.GradientTransformation:
-            return optax.chain(optax.identity(), *spec.links(config, axes, rate))
-
-        return streamed_optimizer(make, clip, logical_axes, device_every)
+        return streamed_optimizer(layer_optimizer(config, total_steps), clip, logical_axes, device_every)
     return store_in_bfloat16(optax.chain(clip, *spec.links(config, logical_axes, rate)), config.rounding)
+
+
+def layer_optimizer(config: OptimConfig, total_steps: int) -> Make:
+    """Logical axes of a part of the parameters -> optimizer of the part, which takes clipped gradients.
+
+    The part of an optimizer that streams (``OptimizerSpec.streamable``): its state is that part of the whole state.
+
+    Args:
+        config, total_steps: as for ``optimizer``.
+    """
+    links, rate = OPTIMIZERS[config.kind].links, schedule(config.schedule, total_steps)
+
+    def make(axes: Any) -> optax.GradientTransformation:
+        return optax.chain(optax.identity(), *links(config, axes, rate))
+
+    return make
 
 
 def layerwise_parts(config: OptimConfig, total_steps: int, logical_axes: Any) -> dict[str, Any]:

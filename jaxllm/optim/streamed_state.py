@@ -38,14 +38,14 @@ def streamed_optimizer(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         grads, _ = clip.update(updates, clip.init(params), params)
         ends = [name for name in logical_axes if name != "segments"]
-        parts = [_part(tree, ends) for tree in (grads, state, params)]
-        end_updates, new = make(_part(logical_axes, ends)).update(*parts)
+        parts = [part_of_model(tree, ends) for tree in (grads, state, params)]
+        end_updates, new = make(part_of_model(logical_axes, ends)).update(*parts)
         out: dict[str, Any] = {**end_updates, "segments": {}}  # type: ignore[dict-item]
         for s in logical_axes["segments"]:
-            parts = [_part(tree, ["segments"], s) for tree in (grads, state, params)]
-            own, more = _by_layer(make(_part(logical_axes, ["segments"], s)), *parts, device_every=device_every)
+            parts = [part_of_model(tree, ["segments"], s) for tree in (grads, state, params)]
+            own, more = _by_layer(make(part_of_model(logical_axes, ["segments"], s)), *parts, device_every=device_every)
             out["segments"] |= own["segments"]
-            new = _merged(new, more)
+            new = merged_parts(new, more)
         return out, new
 
     return optax.GradientTransformation(make(logical_axes).init, update)
@@ -67,11 +67,11 @@ def _by_layer(
         return [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
 
     def on_device(number: Array, updates: Any, here: list[Array]) -> tuple[Any, Any]:
-        return rule.update(_row(updates, number), state_of(here), _row(params, number))
+        return rule.update(layer_row(updates, number), state_of(here), layer_row(params, number))
 
     def on_host(number: Array, updates: Any, stacks: list[Array]) -> tuple[Any, Any]:
-        given = _to_memory((_row(updates, number), _row(params, number)), jax.memory.Space.Host)
-        state = _to_memory(state_of(_row(stacks, number)), jax.memory.Space.Host)
+        given = _to_memory((layer_row(updates, number), layer_row(params, number)), jax.memory.Space.Host)
+        state = _to_memory(state_of(layer_row(stacks, number)), jax.memory.Space.Host)
         changes, new = _on_host(jax.jit(rule.update))(given[0], state, given[1])
         return _to_memory(changes, jax.memory.Space.Device), new
 
@@ -80,39 +80,47 @@ def _by_layer(
 
         def one(carry: tuple[Any, list[Array], list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
             updates, stacks, here, left = carry
-            coming = _to_memory(_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
-            stacks = _put(stacks, left, jnp.maximum(number - every, first))
+            coming = _to_memory(layer_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
+            stacks = put_layer_row(stacks, left, jnp.maximum(number - every, first))
             own = on_device(number, updates, here)
             done = [(i, *on_host(number + i, updates, stacks)) for i in range(1, every)]
             if every > 1:  # otherwise XLA copies the stacks, since the host may still read what is written in place
                 done, stacks, coming, own = jax.lax.optimization_barrier((done, stacks, coming, own))
             for i, changes, new in done:
-                updates, stacks = _put(updates, changes, number + i), _put(stacks, rows_of(new), number + i)
+                updates, stacks = (
+                    put_layer_row(updates, changes, number + i),
+                    put_layer_row(stacks, rows_of(new), number + i),
+                )
             # The device's rows are copied back during the next turn; here nothing would be left to compute beside it.
-            return (_put(updates, own[0], number), stacks, coming, rows_of(own[1])), None
+            return (put_layer_row(updates, own[0], number), stacks, coming, rows_of(own[1])), None
 
         numbers = first + every * jnp.arange(groups, dtype=jnp.int32)
-        here = _to_memory(_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
+        here = _to_memory(layer_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
         # The first turn writes back what it has read: the rows of a turn before the first.
         updates, stacks, _, left = jax.lax.scan(one, (updates, stacks, here, here), numbers)[0]
-        return updates, _put(stacks, left, numbers[-1])
+        return updates, put_layer_row(stacks, left, numbers[-1])
 
     whole = repeats // device_every
     updates, stacks = layers(grads, rows_of(state), 0, whole, device_every)
     if left := repeats - whole * device_every:
         updates, stacks = layers(updates, stacks, repeats - left, left, 1)
     counted = iter(
-        jax.tree.leaves(on_device(jnp.int32(0), grads, _to_memory(_row(rows_of(state), 0), jax.memory.Space.Device))[1])
+        jax.tree.leaves(
+            on_device(jnp.int32(0), grads, _to_memory(layer_row(rows_of(state), 0), jax.memory.Space.Device))[1]
+        )
     )
     kept = iter(stacks)
     return updates, structure.unflatten([next(kept) if new.ndim else new for new in counted])
 
 
-def _row(tree: Any, number: Any) -> Any:
+def layer_row(tree: Any, number: Any) -> Any:
+    """One layer of stacked arrays, [1, ...]."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), tree)
 
 
-def _put(tree: Any, rows: Any, number: Array) -> Any:
+def put_layer_row(tree: Any, rows: Any, number: Array) -> Any:
+    """Stacked arrays with one layer replaced, in their memory."""
+
     def into(stack: Array, row: Array) -> Array:
         there = jax.device_put(row, jax.typeof(stack).memory_space)
         return jax.lax.dynamic_update_slice_in_dim(stack, there, number, 0)
@@ -137,22 +145,22 @@ def _to_memory(tree: Any, to: jax.memory.Space) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, to), tree)
 
 
-def _part(tree: Any, names: list[str], segment: str | None = None) -> Any:
+def part_of_model(tree: Any, names: list[str], segment: str | None = None) -> Any:
     """Part of a tree of arrays, or of states that contain such trees: some ends of the model, or one segment."""
     if isinstance(tree, dict) and {"embedding", "segments", "head"} <= set(tree):
         picked = {name: tree[name] for name in names}
         return picked if segment is None else {"segments": {segment: tree["segments"][segment]}}
-    return _mapped(lambda one: _part(one, names, segment), tree)
+    return _mapped(lambda one: part_of_model(one, names, segment), tree)
 
 
-def _merged(a: Any, b: Any) -> Any:
+def merged_parts(a: Any, b: Any) -> Any:
     """Joins two parts of a state."""
     if isinstance(a, dict) and {"segments", "embedding"} & set(a) and {"segments", "embedding"} & set(b):
         return a | b | {"segments": a.get("segments", {}) | b.get("segments", {})}
     if isinstance(a, (dict, list, tuple)):
         if isinstance(a, dict):
-            return {name: _merged(a[name], b[name]) for name in a}
-        parts = [_merged(x, y) for x, y in zip(a, b, strict=True)]
+            return {name: merged_parts(a[name], b[name]) for name in a}
+        parts = [merged_parts(x, y) for x, y in zip(a, b, strict=True)]
         return type(a)(*parts) if hasattr(a, "_fields") else type(a)(parts)
     return a
 

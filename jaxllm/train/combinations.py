@@ -33,6 +33,7 @@ class Refusal(NamedTuple):
     platform: str = ""
 
 
+IN_DEVICE_MEMORY = "leave the optimizer state in device memory (without host.optimizer and disk.directory)"
 NO_STAGES = "leave stage out of the mesh"
 WHOLE = "the optimizer never holds all gradients"
 REFUSALS: tuple[Refusal, ...] = (
@@ -119,9 +120,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "outer step", "pipeline", "the stages of a pipeline do not run inside a replica", "leave stage out of the mesh"
     ),
     Refusal("outer step", "layerwise optimizer", "its step does not run inside a replica", "choose another optimizer"),
-    Refusal(
-        "outer step", "optimizer offload", "the states of replicas are in device memory", "set host.optimizer to false"
-    ),
+    Refusal("outer step", "optimizer offload", "the states of replicas are in device memory", IN_DEVICE_MEMORY),
     Refusal(
         "outer step", "parameter offload", "the states of replicas are in device memory", "set host.params to false"
     ),
@@ -180,7 +179,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "compressed gradients",
         "optimizer offload",
         "its gradients are updated layer by layer",
-        "set host.optimizer to false",
+        IN_DEVICE_MEMORY,
     ),
     Refusal(
         "compressed gradients",
@@ -370,12 +369,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "optimizer offload",
         "undone updates",
         "an update that is undone would need a second copy of the optimizer state",
-        'set host.optimizer to false, or give "rollback"',
+        'give spikes.action = "rollback", or ' + IN_DEVICE_MEMORY,
+    ),
+    Refusal("optimizer offload", "trainable subset", "the state of all layers is streamed", IN_DEVICE_MEMORY),
+    Refusal("optimizer offload", "adapter", "the state of all layers is streamed", IN_DEVICE_MEMORY),
+    Refusal(
+        "optimizer state on disk",
+        "optimizer state on the host",
+        "the state is in one place",
+        "set host.optimizer to false, or leave disk.directory empty",
     ),
     Refusal(
-        "optimizer offload", "trainable subset", "the state of all layers is streamed", "set host.optimizer to false"
+        "optimizer state on disk",
+        "overlapped saves",
+        "the step is more than two programs, and saves read files of their own beside it",
+        'give checkpoint.saving = "auto"',
     ),
-    Refusal("optimizer offload", "adapter", "the state of all layers is streamed", "set host.optimizer to false"),
+    Refusal(
+        "optimizer state on disk",
+        "checkpoints in memory",
+        "a snapshot would have the optimizer state in the host's memory",
+        "set checkpoint.memory to None",
+    ),
+    Refusal(
+        "optimizer state on disk",
+        "norms by layer",
+        "the updates of single layers are not kept for the log",
+        "set observe.layers_every to 0",
+    ),
     Refusal(
         "updates on the host",
         "narrow moments",
@@ -602,7 +623,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "an evaluation would delay requests",
         "set eval_every to 0, and evaluate the finished run with jaxllm eval",
     ),
-    Refusal(CO_SERVED, "optimizer offload", "the state of an adapter is small", "set host.optimizer to false"),
+    Refusal(CO_SERVED, "optimizer offload", "the state of an adapter is small", IN_DEVICE_MEMORY),
     Refusal(CO_SERVED, "parameter offload", "the weights are those that are served", "set host.params to false"),
     Refusal(CO_SERVED, "overlapped saves", "gradients are taken in many programs", 'give checkpoint.saving = "auto"'),
     Refusal(CO_SERVED, "blocking saves", "requests would wait for the disk", 'give checkpoint.saving = "auto"'),

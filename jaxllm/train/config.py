@@ -14,6 +14,7 @@ from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.peft.adapter_method import AdapterConfig
+from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -73,6 +74,7 @@ class RunConfig:
             fsdp_tp.
         parallel: how arrays are sharded over the mesh: ZeRO stage, sequence, context and pipeline parallelism.
         host: optimizer offload and parameter offload to host memory.
+        disk: optimizer offload to files.
         distributed: timeouts of runs in several processes.
         compiler_options: changes to the table of ``jaxllm.parallel.compiler_flags``: "NAME=VALUE", or "NAME=" for the
             compiler's own choice.
@@ -104,6 +106,7 @@ class RunConfig:
     mesh: str = runtime_only("dp")
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})
     host: HostConfig = field(default_factory=HostConfig, metadata={"runtime_only": True})
+    disk: DiskConfig = field(default_factory=DiskConfig, metadata={"runtime_only": True})
     distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={"runtime_only": True})
     compiler_options: tuple[str, ...] = runtime_only(())
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from jaxllm.checkpoint import StateProvider
+from jaxllm.checkpoint import CheckpointError, StateProvider
 from jaxllm.config import to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
 from jaxllm.models import param_count
@@ -27,6 +27,7 @@ from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.state_file import DiskTierError
 from jaxllm.train.evaluate import (
     Evaluation,
     Evaluator,
@@ -202,8 +203,20 @@ def run_with_rollback(
             return run_until(run, step, evaluate, state, first, saver, recorder, stopped, feed)
         except RollbackRequested as request:
             spike, values = request.step, request.values
+        except DiskTierError as error:
+            raise DiskTierError(f"{error} {checkpoint_left(saver)}") from error
         # Outside of the except block nothing references the abandoned state, so two states never share the memory.
         state, first = roll_back(run, recorder, saver, spike, values)
+
+
+def checkpoint_left(saver: Saver) -> str:
+    """Sentence about the checkpoint from which a run that lost its state resumes."""
+    with contextlib.suppress(CheckpointError):  # it is in the log, or the run would have ended with it
+        saver.wait()
+    newest = saver.disk.latest()
+    if newest is None:
+        return "There is no checkpoint yet; start again."
+    return f"The checkpoint of step {newest} is intact; start again to resume from it."
 
 
 def run_until(
@@ -340,6 +353,8 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
     view.say(run.data.summary)
+    if run.state_files is not None:
+        view.say(str(run.state_files))
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:

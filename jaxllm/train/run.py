@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from jaxllm.parallel.distributed import group
 from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.streamed_step import StreamedStep, compiled_programs, lowered_programs
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.replicas import REPLICA, replica_means
@@ -43,6 +46,7 @@ from jaxllm.train.step.step_builder import (
     build_optimizer,
     build_split_step,
     build_step,
+    build_streamed_step,
     run_state,
     settle_function,
     step_links,
@@ -93,6 +97,7 @@ class Run:
         model: the architecture with its sharding rules.
         optimizer: the optax chain.
         abstract: shapes, dtypes and shardings of the train state.
+        state_files: the optimizer state, where it is on disk; else None.
         links: techniques of the step, some of which keep state.
         init_model: the model that parameters are initialised from, or None.
         base: the frozen base of the run's adapter, or None.
@@ -127,6 +132,10 @@ class Run:
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
+        self.state_files: OptimizerFiles | None = None
+        if config.disk.directory:
+            self.state_files = OptimizerFiles(config.disk, self.abstract.opt_state)
+            self.abstract = replace(self.abstract, opt_state=self.state_files.leaves())
         self.links = step_links(config)
         settle = settle_function(config, self.model)
         self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
@@ -186,6 +195,11 @@ class Run:
                 then = found.update.lower(self.abstract, batch, given)  # type: ignore[attr-defined]
                 programs = [one.compile(compiler_options=options) for one in (first, then)]
             return StepPrograms(*programs, score=score), time.monotonic() - start
+        if (files := self.state_files) is not None:
+            streamed = build_streamed_step(self.config, self.model, grads, self.abstract, files)
+            with jax.set_mesh(self.mesh):
+                ready = compiled_programs(lowered_programs(streamed, self.abstract, batch, files), options)
+            return StreamedStep(ready, files, score), time.monotonic() - start
         own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
         step = jit_step(own, self.abstract)
         with jax.set_mesh(self.mesh):

@@ -68,6 +68,10 @@ def _compress(run: RunConfig) -> str:
     return f'grads.compress = "{run.grads.compress}"'
 
 
+def _offloaded_optimizer(run: RunConfig) -> str:
+    return f'disk.directory = "{run.disk.directory}"' if run.disk.directory else "host.optimizer"
+
+
 def _precision(run: RunConfig) -> str:
     return f'model.matmul_precision = "{run.model.matmul_precision}"'
 
@@ -197,7 +201,9 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: bool(run.observe.profile), lambda run: f"observe.profile = {run.observe.profile!r}"
     ),
     # Host
-    "optimizer offload": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
+    "optimizer offload": Feature(lambda run, _: run.host.optimizer or bool(run.disk.directory), _offloaded_optimizer),
+    "optimizer state on the host": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
+    "optimizer state on disk": Feature(lambda run, _: bool(run.disk.directory), _offloaded_optimizer),
     "update of the next step": Feature(
         lambda run, _: run.optim.spec.deferred and run.host.params,
         lambda run: f'host.params with optim.kind = "{run.optim.kind}"',

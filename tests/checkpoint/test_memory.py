@@ -23,7 +23,7 @@ from jaxllm.checkpoint.memory.memory_snapshots import MemoryCheckpointer, Stripe
 from jaxllm.checkpoint.memory.peer_server import send
 from jaxllm.checkpoint.memory.peer_storage import PeerClient, PeerLost, PeerStorage
 from jaxllm.checkpoint.save_interval import interval_steps, mean_time_between_failures, optimal_interval
-from jaxllm.checkpoint.snapshot import SnapshotLeaf
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
 from jaxllm.parallel.distributed import ProcessGroup
 from tests.checkpoint.together import leaves_of
 from tests.parallel.test_distributed import Store

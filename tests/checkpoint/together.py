@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint import CheckpointConfig, MultihostCheckpointer
-from jaxllm.checkpoint.snapshot import SnapshotLeaf, single_chunk_leaf
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf, single_chunk_leaf
 from jaxllm.parallel.distributed import ProcessGroup
 
 

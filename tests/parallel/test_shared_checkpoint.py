@@ -21,7 +21,8 @@ from jaxllm.checkpoint import (
     multihost_checkpointer,
     snapshot,
 )
-from jaxllm.checkpoint.snapshot import SnapshotLeaf, capture
+from jaxllm.checkpoint.snapshot import capture
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
 from jaxllm.checkpoint.storage.leaf_hashing import hash_array
 from jaxllm.parallel.distributed import ProcessGroup
 from sharding import MeshSpec

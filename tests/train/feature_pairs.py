@@ -7,6 +7,7 @@ import functools
 import hashlib
 import random
 import re
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,9 @@ from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.peft import AdapterConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import refused
+from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.streamed_step import StreamedStep, compiled_programs, lowered_programs
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -32,7 +36,13 @@ from jaxllm.train.run_model import run_model
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
-from jaxllm.train.step.step_builder import build_optimizer, build_step, init_run_state, run_state
+from jaxllm.train.step.step_builder import (
+    build_optimizer,
+    build_step,
+    build_streamed_step,
+    init_run_state,
+    run_state,
+)
 from sharding import MeshSpec
 from tests import quick, tiny
 
@@ -137,6 +147,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "norms by layer": lambda run: dataclasses.replace(run, observe=dataclasses.replace(run.observe, layers_every=1)),
     "optimizer offload": _run(host=HostConfig(optimizer=True)),
+    "optimizer state on the host": _run(host=HostConfig(optimizer=True)),
+    "optimizer state on disk": _run(disk=DiskConfig(tempfile.gettempdir())),
     "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
     "update of the next step": _all(_optim(kind="mezo"), _run(host=HostConfig(params=True))),
     "parameter offload": _run(host=HostConfig(params=True)),
@@ -210,21 +222,27 @@ def outcome(*names: str) -> Pair | None:
     mesh = fitting_mesh(run, model, 4, "cpu").build(jax.devices()[:4])
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
-    step = build_step(
-        run, model, build_value_and_grad(run, model, mesh), transform, layers=run.observe.layers_every > 0
-    )
+    grads = build_value_and_grad(run, model, mesh)
+    files = OptimizerFiles(run.disk, abstract.opt_state) if run.disk.directory else None
+    if files is not None:
+        abstract = dataclasses.replace(abstract, opt_state=files.leaves())
     batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)
     with jax.set_mesh(mesh):
-        jitted = quick.jit(step)
-        state = init_run_state(run, model, transform, mesh, abstract)
+        state = init_run_state(run, model, transform, mesh, abstract, files=files)
         batch = jax.device_put(batch, jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh)))
-        lowered = jitted.lower(state, batch)
-        after, metrics = jitted(state, batch)
+        if files is None:
+            jitted = quick.jit(build_step(run, model, grads, transform, layers=run.observe.layers_every > 0))
+            text = jitted.lower(state, batch).as_text()
+            after, metrics = jitted(state, batch)
+        else:
+            lowered = lowered_programs(build_streamed_step(run, model, grads, abstract, files), abstract, batch, files)
+            text = "".join(one.as_text() for one in (lowered.gradients, *lowered.updates.values(), lowered.finish))
+            after, metrics = StreamedStep(compiled_programs(lowered, quick.OPTIONS), files)(state, batch)
         loss = float(np.mean(jax.device_get(metrics["loss"])))
     assert np.isfinite(loss)
     assert 2 < loss < 8
     assert int(after.step) == 1
-    return Pair(run, 0, hashlib.sha256(lowered.as_text().encode()).hexdigest(), loss)
+    return Pair(run, 0, hashlib.sha256(text.encode()).hexdigest(), loss)
 
 
 def check_pair(seed: int) -> int:

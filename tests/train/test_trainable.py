@@ -207,7 +207,7 @@ def test_what_cannot_be_is_refused_by_name():
     assert "the optimizer updates all parameters" in refused(optim=OptimConfig(rate, kind="compact"))
     mezo = OptimConfig(rate, kind="mezo", clip_norm=None)
     assert "updates of the parameters of all layers are streamed" in refused(optim=mezo, host=HostConfig(params=True))
-    assert "set host.optimizer to false" in refused(host=HostConfig(optimizer=True))
+    assert "leave the optimizer state in device memory" in refused(host=HostConfig(optimizer=True))
     moe = tiny.decoder(dtype="float32", kv_heads=4, moe=(4, 2, 8, True))
     block = moe.pattern[0]
     router = dataclasses.replace(block.mlp.router, balance_bias=True)

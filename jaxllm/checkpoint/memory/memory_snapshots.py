@@ -25,7 +25,7 @@ from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.memory.erasure_coding import decode, parity_coefficients
 from jaxllm.checkpoint.memory.peer_storage import REPLICATED_FILES, PeerClient, PeerLost, PeerStorage
 from jaxllm.checkpoint.multihost_checkpointer import CheckpointGroup, MultihostCheckpointer
-from jaxllm.checkpoint.snapshot import SnapshotLeaf
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
 

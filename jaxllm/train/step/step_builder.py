@@ -11,8 +11,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import Functional
 from jaxllm.models.param_subset import select
-from jaxllm.optim import StepHooks, optimizer, schedule
+from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.streamed_step import StreamedPrograms, initial_arrays, streamed_programs
 from jaxllm.train.outer.co2 import co2_step
 from jaxllm.train.outer.compressed_gradients import compressed_gradients
 from jaxllm.train.outer.outer_step import averaging_step, outer_states
@@ -29,7 +31,14 @@ from jaxllm.train.step.step_links import (
 )
 from jaxllm.train.step.subset_update import subset_optimizer
 from jaxllm.train.step.train_state import TrainState, abstract_state, init_state
-from jaxllm.train.step.training_step import SplitStep, ValueAndGrad, layerwise_step, split_step, train_step
+from jaxllm.train.step.training_step import (
+    SplitStep,
+    ValueAndGrad,
+    composed_gradients,
+    layerwise_step,
+    split_step,
+    train_step,
+)
 from jaxllm.train.step.zo2 import pending_update
 
 
@@ -78,6 +87,30 @@ def build_split_step(
     return split_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
 
 
+def build_streamed_step(
+    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: OptimizerFiles
+) -> StreamedPrograms:
+    """Training step of a run with its optimizer state in files, as jitted programs.
+
+    Args:
+        config, model, grads: as for ``build_step``; the optimizer must be streamable.
+        abstract: the train state with ``files.leaves()``.
+        files: of the optimizer state.
+    """
+    links = step_links(config)
+    return streamed_programs(
+        composed_gradients(grads, links, _hooks(config, model)),
+        layer_optimizer(config.optim, config.steps),
+        config.optim.clip_norm,
+        model.logical_axes(),
+        schedule(config.optim.schedule, config.steps),
+        links,
+        _reports(model, layers=False),
+        abstract,
+        files,
+    )
+
+
 def _hooks(config: RunConfig, model: Functional) -> StepHooks:
     return StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
 
@@ -124,6 +157,7 @@ def init_run_state(
     mesh: Mesh,
     abstract: TrainState,
     params: Any = None,
+    files: OptimizerFiles | None = None,
 ) -> TrainState:
     """Fresh train state of a run; replicas begin with the same values.
 
@@ -131,10 +165,13 @@ def init_run_state(
         config, model, optimizer, mesh: of the run.
         abstract: from ``run_state``.
         params: initial parameters, on the mesh; None: random ones.
+        files: where the optimizer state is; None: in memory.
     """
     extras = link_states(step_links(config))
     if config.outer.kind == "none":
-        return init_state(model, optimizer, mesh, config.seed, abstract, params, extras)
+        make = layer_optimizer(config.optim, config.steps)
+        in_files = files and (lambda params: initial_arrays(make, model.logical_axes(), params, files))
+        return init_state(model, optimizer, mesh, config.seed, abstract, params, extras, in_files)
     one = abstract_state(model, optimizer, mesh, config.host, extras)
     first = init_state(model, optimizer, mesh, config.seed, one, params, extras)
     with jax.set_mesh(mesh):

@@ -106,6 +106,7 @@ def init_state(
     abstract: TrainState,
     params: Any = None,
     extras: Mapping[str, InitExtra] = MappingProxyType({}),
+    init_optimizer: InitExtra | None = None,
 ) -> TrainState:
     """Fresh train state; every array is created directly in its shards.
 
@@ -114,6 +115,7 @@ def init_state(
         abstract: from ``abstract_state``.
         params: initial parameters, on the mesh; None: random ones.
         extras: as given to ``abstract_state``.
+        init_optimizer: ``params -> optimizer state`` that is not in memory; None: the optimizer's own, in its shards.
     """
 
     _, run_key = jax.random.split(jax.random.key(seed))
@@ -124,7 +126,9 @@ def init_state(
             params = jax.tree.map(lambda p, there: jax.device_put(p, there.sharding), params, abstract.params)
         return TrainState(
             params=params,
-            opt_state=_init_optimizer(optimizer, params, abstract.opt_state),
+            opt_state=init_optimizer(params)
+            if init_optimizer is not None
+            else _init_optimizer(optimizer, params, abstract.opt_state),
             step=jax.device_put(jnp.zeros((), jnp.int32), abstract.step.sharding),
             # Not device_put, which cannot put keys on devices of other processes.
             rng=jax.jit(lambda key: key, out_shardings=abstract.rng.sharding)(run_key),

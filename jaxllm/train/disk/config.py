@@ -1,0 +1,32 @@
+"""DiskConfig: where the files of the disk tier are, and how many layers of them are in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DiskConfig:
+    """Optimizer offload to files: the optimizer state is on disk, and streamed layer by layer for the update.
+
+    Attributes:
+        directory: where the files are. Each process has its own, which have no names and are gone when it ends, however
+            it ends. Empty: the optimizer state is in memory.
+        bytes: most bytes of the files of a process; 0: what the file system has free. Files take twice the optimizer
+            state while a checkpoint is written from them.
+        window: layers whose state is in the host's memory at a time, being read, updated or written.
+    """
+
+    directory: str = ""
+    bytes: int = 0
+    window: int = 4
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(
+                f"disk: window = {self.window}; give 2 or more, so that one layer is read while another is updated."
+            )
+        if self.bytes < 0:
+            raise ValueError(f"disk: bytes = {self.bytes}; give 0 (what is free) or a number of bytes.")
+        if self.bytes and not self.directory:
+            raise ValueError(f"disk: bytes = {self.bytes} limits files, but disk.directory is empty; give a directory.")

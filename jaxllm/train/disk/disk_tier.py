@@ -1,0 +1,252 @@
+"""Disk tier: units of state in files, of which a window is in memory; read ahead, written behind, forwarded.
+
+A pass visits every unit once. Units that come next are read while one is updated, and what was updated is written while
+the next ones are (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2). A unit that is still in the window when the next
+pass asks for it, written already or in flight, is forwarded from memory and never read; each buffer is written once
+in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
+
+THREADS = 2
+"""Threads of the pool that reads, and of the one that writes: one waits for the disk while the other computes a
+checksum."""
+
+
+class IoEvent(NamedTuple):
+    """Entry of the I/O log.
+
+    Attributes:
+        what: a unit was read from its file, forwarded from memory, or written.
+        unit: number of the unit.
+        bytes: that were moved from or to the disk.
+    """
+
+    what: Literal["read", "forward", "write"]
+    unit: int
+    bytes: int
+
+
+@dataclass
+class _Slot:
+    """Place of a unit in memory.
+
+    Attributes:
+        buffer: contents of its file; None once it is written and not kept.
+        ready: done when the buffer is filled.
+        stored: done when the buffer is in the file; None: it was read from there.
+        taken: the unit is being updated.
+        kept: the buffer stays when it is written.
+    """
+
+    buffer: np.ndarray | None
+    ready: Future[None]
+    stored: Future[None] | None = None
+    taken: bool = False
+    kept: bool = True
+
+
+@dataclass
+class DiskTier:
+    """Units of state in files of a directory, of which ``window`` are in memory at a time.
+
+    Args:
+        directory: on the disk.
+        layouts: layout of each unit's file.
+        window: most units in memory.
+        limit: most bytes of files; 0: what the file system has free.
+
+    Attributes:
+        log: I/O log, in the order of calls; None: none is kept.
+
+    Raises:
+        DiskTierError: the files do not fit, or the directory cannot be written.
+    """
+
+    directory: Path
+    layouts: Sequence[FileLayout]
+    window: int
+    limit: int = 0
+    log: list[IoEvent] | None = None
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _coming: list[int] = field(default_factory=list)
+    _spare: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.directory).free
+        except OSError as error:
+            raise DiskTierError(f"disk.directory = {self.directory} cannot be used: {error}.") from error
+        limit = min(self.limit, free) if self.limit else free
+        if 2 * self.bytes > limit:
+            of = "disk.bytes" if self.limit and self.limit <= free else "free there"
+            raise DiskTierError(
+                f"the optimizer state takes {self.bytes / 2**30:.3f} GiB in files, and twice that while a checkpoint "
+                f"is written, but {limit / 2**30:.3f} GiB are {of} (disk.directory = {self.directory}); give more, or "
+                "split the run over more processes."
+            )
+        self._files = [StateFile(self.directory, layout) for layout in self.layouts]
+        self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
+        self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the files, while no checkpoint reads older ones."""
+        return sum(layout.size for layout in self.layouts)
+
+    # A pass over the units
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Begins a pass, in which each unit of ``order`` is taken and given back once, in this order."""
+        self._coming = list(order)
+        self._read_ahead()
+
+    def take(self, unit: int) -> np.ndarray:
+        """Contents of the next unit, which nobody changes before ``give``.
+
+        Raises:
+            DiskTierError: it cannot be read, is damaged, or an earlier write failed.
+        """
+        assert self._coming[0] == unit, f"unit {unit} taken, {self._coming[0]} is next"
+        if unit in self._slots and not self._slots[unit].kept:
+            self._evict(unit)
+        if unit not in self._slots:
+            self._make_room(wait=True)
+            self._start_read(unit)
+        elif self._slots[unit].stored is not None:
+            self._record("forward", unit, 0)
+        del self._coming[0]
+        slot = self._slots[unit]
+        slot.taken = True
+        slot.ready.result()
+        assert slot.buffer is not None
+        return slot.buffer
+
+    def give(self, unit: int, fill: Callable[[np.ndarray], None], keep: bool = True) -> None:
+        """Gives a taken unit back, and starts to write it.
+
+        Args:
+            unit: the unit.
+            fill: puts the new contents into the buffer; called in a thread of the pool.
+            keep: keep it in memory until its place is needed, to be forwarded; otherwise until it is written.
+        """
+        slot = self._slots.pop(unit)
+        buffer, before = slot.buffer, slot.stored
+        assert buffer is not None
+        filled: Future[None] = Future()
+        new = _Slot(buffer, filled, kept=keep)
+
+        def write() -> None:
+            try:
+                if before is not None:
+                    before.result()
+                fill(buffer)
+            except BaseException as error:
+                filled.set_exception(error)
+                raise
+            filled.set_result(None)
+            self.writable(unit).write(buffer)
+            if not keep:
+                new.buffer = None
+
+        self._record("write", unit, self.layouts[unit].size)
+        new.stored = self._writers.submit(write)
+        self._slots[unit] = new  # last in the order of slots: the oldest one gives up its place first
+        self._read_ahead()
+
+    def flush(self) -> None:
+        """Waits until all units are in their files.
+
+        Raises:
+            DiskTierError: a write failed.
+        """
+        for slot in self._slots.values():
+            if slot.stored is not None:
+                slot.stored.result()
+
+    # Whole contents
+
+    def freeze(self) -> list[StateFile]:
+        """Files with the contents of now, which are never written again: the next write of a unit makes a new file.
+
+        A frozen file is freed when the caller has no reference to it any more and it is replaced.
+        """
+        self.flush()
+        for file in self._files:
+            file.frozen = True
+        return list(self._files)
+
+    def renew(self) -> list[StateFile]:
+        """Files for new contents, new ones in the place of frozen ones; the memory is emptied."""
+        for slot in self._slots.values():
+            for one in (slot.ready, slot.stored):
+                if one is not None:
+                    one.exception()
+        self._slots.clear()
+        return [self.writable(unit) for unit in range(len(self._files))]
+
+    def writable(self, unit: int) -> StateFile:
+        """File of a unit that may be written: a new one in the place of a frozen one."""
+        if self._files[unit].frozen:
+            self._files[unit] = StateFile(self.directory, self.layouts[unit])
+        return self._files[unit]
+
+    # Inside
+
+    def _read_ahead(self) -> None:
+        for unit in self._coming[: self.window]:
+            if unit in self._slots and self._slots[unit].kept:
+                continue
+            if unit in self._slots or not self._make_room():  # in the first case it is written and given up soon
+                return
+            self._start_read(unit)
+
+    def _make_room(self, wait: bool = False) -> bool:
+        """Frees a place of the window, the oldest first; whether there is one."""
+        if len(self._slots) < self.window:
+            return True
+        near = self._coming[: self.window]
+        idle = [unit for unit, slot in self._slots.items() if not slot.taken and slot.ready.done()]
+        away = [unit for unit in idle if unit not in near]
+        for unit in away:
+            stored = self._slots[unit].stored
+            if stored is None or stored.done():
+                return self._evict(unit)
+        if not wait:
+            return False
+        # Then the oldest that is still being written, or a kept one that this pass needs last.
+        waiting = [unit for unit, slot in self._slots.items() if not slot.taken and unit not in near]
+        return self._evict(waiting[0] if waiting else max((u for u in self._slots if u in near), key=near.index))
+
+    def _evict(self, unit: int) -> bool:
+        slot = self._slots.pop(unit)
+        slot.ready.result()
+        if slot.stored is not None:
+            slot.stored.result()
+        if slot.buffer is not None:
+            self._spare.append(slot.buffer)
+        return True
+
+    def _start_read(self, unit: int) -> None:
+        size = self.layouts[unit].size
+        self._spare = [one for one in self._spare if one.size == size]
+        buffer = self._spare.pop() if self._spare else aligned_buffer(size)
+        file = self._files[unit]
+        self._record("read", unit, size)
+        self._slots[unit] = _Slot(buffer, self._readers.submit(file.read, buffer))
+
+    def _record(self, what: Literal["read", "forward", "write"], unit: int, size: int) -> None:
+        if self.log is not None:
+            self.log.append(IoEvent(what, unit, size))

@@ -1,0 +1,310 @@
+"""Optimizer files: the optimizer state of a run in the disk tier, one file for each layer and one for the rest.
+
+Scalars of the state, such as step counters, stay in memory. In the train state each other array is a
+``DiskLeaf``, which checkpoints save and restore as if it were the array.
+
+Legend: L repeats of a segment's group of layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.checkpoint.offloaded_leaf import OffloadedLeaf
+from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
+from jaxllm.checkpoint.storage import array_store
+from jaxllm.config import ConfigError
+from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.state_file import FileLayout, StateFile
+
+Index = tuple[slice, ...]
+
+
+class StateUnit(NamedTuple):
+    """Unit of state that is read, updated and written as a whole.
+
+    Attributes:
+        segment: name of the segment of layers; empty: everything outside of layers.
+        row: repeat of the segment's group.
+    """
+
+    segment: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"layers {self.segment}/{self.row}" if self.segment else "embedding and head"
+
+
+class ArrayShards(NamedTuple):
+    """Shards of an array of a unit on this process's devices.
+
+    Attributes:
+        shape: of the array; [1, ...] of a layer.
+        dtype: of the array.
+        sharding: of the array.
+        first: number of its first part in the unit's file.
+        parts: index of each distinct shard in the array; a part of the file holds it.
+        places: device, and the number of its part after ``first``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Any
+    first: int
+    parts: tuple[Index, ...]
+    places: tuple[tuple[jax.Device, int], ...]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: np.dtype, sharding: Any, first: int) -> ArrayShards:
+        """Shards of an array by its sharding."""
+        parts: dict[str, int] = {}
+        indices: list[Index] = []
+        places: list[tuple[jax.Device, int]] = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            own = tuple(slice(*part.indices(n)) for part, n in zip(index or (), shape, strict=True))
+            if str(own) not in parts:
+                parts[str(own)] = len(indices)
+                indices.append(own)
+            places.append((device, parts[str(own)]))
+        return cls(shape, dtype, sharding, first, tuple(indices), tuple(places))
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of a shard."""
+        return tuple(self.sharding.shard_shape(self.shape))
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a shard."""
+        return math.prod(self.part_shape) * self.dtype.itemsize
+
+    def view(self, layout: FileLayout, buffer: np.ndarray, part: int) -> np.ndarray:
+        """View of a shard in a buffer with the contents of the file."""
+        return layout.part(buffer, self.first + part).view(self.dtype).reshape(self.part_shape)
+
+    def placed(self, layout: FileLayout, buffer: np.ndarray) -> jax.Array:
+        """The array on the devices, from a buffer with the contents of the file."""
+        own = [jax.device_put(self.view(layout, buffer, part), device) for device, part in self.places]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, own)
+
+    def fill(self, layout: FileLayout, buffer: np.ndarray, array: jax.Array) -> None:
+        """Copies the array's shards into a buffer."""
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        written: set[int] = set()
+        for device, part in self.places:
+            if part not in written:  # the others hold the same
+                np.copyto(self.view(layout, buffer, part), np.asarray(shards[device]))
+                written.add(part)
+
+
+@dataclass(frozen=True)
+class DiskLeaf(OffloadedLeaf):
+    """Array of the optimizer state in the disk tier.
+
+    Attributes:
+        shape, dtype, sharding: of the array, [L, ...] of layers.
+        owner: the files.
+        number: of the leaf in the tree of the state.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Any
+    owner: OptimizerFiles = field(repr=False, compare=False)
+    number: int = 0
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def snapshot(self) -> SnapshotLeaf:
+        """The values of now, read from files that are not written any more (see ``OffloadedLeaf``)."""
+        files, layers = self.owner.tier.freeze(), self.owner.rows_of(self.number)
+        owners: dict[str, tuple[Index, jax.Device]] = {}
+        for device, index in self.sharding.devices_indices_map(self.shape).items():
+            owners.setdefault(str(index), (index, device))
+        whole = self.sharding.is_fully_addressable or self.sharding.is_fully_replicated
+        if whole:
+            chunk, name = self.shape, array_store.single_chunk_name(self.shape)
+            parts = {name: lambda: (_assembled(files[unit], shards) for unit, shards in layers)}
+        else:
+            chunk = tuple(self.sharding.shard_shape(self.shape))
+            parts = {
+                ".".join(str((part.start or 0) // size) for part, size in zip(index, chunk, strict=True)): (
+                    lambda device=device: (_shard_on(files[unit], shards, device) for unit, shards in layers)
+                )
+                for index, device in owners.values()
+                if device.process_index == jax.process_index()
+            }
+        return SnapshotLeaf(self.shape, str(self.dtype), None, self.shape, self.dtype, chunk, parts)
+
+    def restore(self, read: Callable[[Index], np.ndarray]) -> DiskLeaf:
+        """See ``OffloadedLeaf``."""
+        for row, (unit, shards) in enumerate(self.owner.rows_of(self.number)):
+            file = self.owner.tier.writable(unit)
+            for part, index in enumerate(shards.parts):
+                there = (slice(row, row + 1), *index[1:]) if self.owner.units[unit].segment else index
+                data = np.ascontiguousarray(read(there))
+                file.write_part(shards.first + part, data.reshape(-1).view(np.uint8))
+        return self
+
+
+class OptimizerFiles:
+    """Optimizer state of a run in files.
+
+    Args:
+        config: where the files are.
+        abstract: the optimizer state, as ``abstract_state`` has it in memory.
+
+    Attributes:
+        units: units of the state in the order of a pass: layers, then what is outside of them.
+        tier: their files.
+        counters: numbers of the leaves that stay in memory.
+
+    Raises:
+        DiskTierError: the files do not fit.
+    """
+
+    def __init__(self, config: DiskConfig, abstract: Any):
+        leaves, self._structure = jax.tree.flatten_with_path(abstract)
+        self._abstract = [leaf for _, leaf in leaves]
+        segments = [_segment_of(path) for path, _ in leaves]
+        self.counters = [n for n, (_, leaf) in enumerate(leaves) if not leaf.ndim]
+        on_disk = [n for n in range(len(leaves)) if n not in self.counters]
+        repeats: dict[str, int] = {}
+        for n in on_disk:
+            if (segment := segments[n]) and repeats.setdefault(segment, leaves[n][1].shape[0]) != leaves[n][1].shape[0]:
+                raise ConfigError(
+                    f"disk.directory: {jax.tree_util.keystr(leaves[n][0])} of the optimizer state is not stacked over "
+                    f"the {repeats[segment]} layers of its segment; leave the optimizer state in memory."
+                )
+        self.units = [StateUnit(s, row) for s, count in repeats.items() for row in range(count)]
+        self.units += [StateUnit("", 0)] if any(not segments[n] for n in on_disk) else []
+        self._members = {s: [n for n in on_disk if segments[n] == s] for s in (*repeats, "")}
+        self._shards: dict[str, dict[int, ArrayShards]] = {s: {} for s in self._members}
+        labels: dict[str, list[str]] = {s: [] for s in self._members}
+        for segment, members in self._members.items():
+            for n in members:
+                path, leaf = leaves[n]
+                shape = (1, *leaf.shape[1:]) if segment else tuple(leaf.shape)
+                shards = ArrayShards.of(shape, np.dtype(leaf.dtype), leaf.sharding, len(labels[segment]))
+                self._shards[segment][n] = shards
+                labels[segment] += [f"opt_state{jax.tree_util.keystr(path)}"] * len(shards.parts)
+        sizes = {s: [one.part_bytes for one in own.values() for _ in one.parts] for s, own in self._shards.items()}
+        self._layouts = [FileLayout(str(unit), labels[unit.segment], sizes[unit.segment]) for unit in self.units]
+        self.tier = DiskTier(Path(config.directory), self._layouts, config.window, config.bytes)
+
+    def leaves(self) -> Any:
+        """The optimizer state with ``DiskLeaf`` in the place of arrays, and abstract scalars."""
+        return self._structure.unflatten(
+            [
+                leaf if n in self.counters else DiskLeaf(leaf.shape, np.dtype(leaf.dtype), leaf.sharding, self, n)
+                for n, leaf in enumerate(self._abstract)
+            ]
+        )
+
+    def with_counters(self, counters: Sequence[Any]) -> Any:
+        """The optimizer state with these scalars."""
+        given = iter(counters)
+        leaves = jax.tree.leaves(self.leaves())
+        return self._structure.unflatten([next(given) if n in self.counters else x for n, x in enumerate(leaves)])
+
+    def counters_of(self, opt_state: Any) -> list[Any]:
+        """Scalars of an optimizer state."""
+        return [leaf for n, leaf in enumerate(jax.tree.leaves(opt_state)) if n in self.counters]
+
+    def abstract_rows(self, segment: str) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and shardings of the arrays of a unit, in the order of the tree."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._shards[segment].values()]
+
+    def rows_of(self, leaf: int) -> list[tuple[int, ArrayShards]]:
+        """Numbers of the units that a leaf is in, in order, with its shards in each."""
+        return [
+            (u, self._shards[unit.segment][leaf])
+            for u, unit in enumerate(self.units)
+            if leaf in self._shards[unit.segment]
+        ]
+
+    def placed(self, unit: int, buffer: np.ndarray) -> list[jax.Array]:
+        """Arrays of a unit on the devices, from its contents."""
+        return [x.placed(self._layouts[unit], buffer) for x in self._shards[self.units[unit].segment].values()]
+
+    def fill(self, unit: int, buffer: np.ndarray, arrays: Iterable[jax.Array]) -> None:
+        """Puts arrays of a unit into a buffer, which the programs that computed them may have read."""
+        # On all devices: on a CPU their arrays are views of the buffer, and a copy waits for the device it is from.
+        arrays = jax.block_until_ready(list(arrays))
+        for shards, array in zip(self._shards[self.units[unit].segment].values(), arrays, strict=True):
+            shards.fill(self._layouts[unit], buffer, array)
+
+    def order(self, backwards: bool) -> list[int]:
+        """Units in the order of a pass: layers forwards or backwards, then what is outside of them.
+
+        When every other pass goes backwards, it begins with what the window still has.
+        """
+        layers = [n for n, unit in enumerate(self.units) if unit.segment]
+        return (
+            layers[::-1] * backwards + layers * (not backwards) + [n for n, u in enumerate(self.units) if not u.segment]
+        )
+
+    def give(self, unit: int, arrays: Sequence[jax.Array]) -> None:
+        """Writes the new arrays of a unit that was taken from the tier.
+
+        What is outside of layers is large and leaves memory at once, before the gradients of the next step.
+        """
+        self.tier.give(unit, lambda buffer: self.fill(unit, buffer, arrays), keep=bool(self.units[unit].segment))
+
+    def initialise(self, rows: Callable[[int], Iterable[jax.Array]]) -> None:
+        """Writes a state.
+
+        Args:
+            rows: number of a unit -> its arrays, in the order of the tree.
+        """
+        for unit, file in enumerate(self.tier.renew()):
+            for shards, array in zip(self._shards[self.units[unit].segment].values(), rows(unit), strict=True):
+                data = {shard.device: shard.data for shard in array.addressable_shards}
+                first: Mapping[int, jax.Device] = {part: device for device, part in reversed(shards.places)}
+                for part, device in first.items():
+                    own = np.ascontiguousarray(data[device])
+                    file.write_part(shards.first + part, own.reshape(-1).view(np.uint8))
+
+    def __str__(self) -> str:
+        """Bytes and place of the state."""
+        tier = self.tier
+        window = sum(sorted((layout.size for layout in self._layouts), reverse=True)[: tier.window])
+        return (
+            f"optimizer state: {tier.bytes / 2**30:.3f} GiB in {len(self.units)} files of {tier.directory}, at most "
+            f"{tier.window} of them in memory ({window / 2**30:.3f} GiB)"
+        )
+
+
+def _segment_of(path: tuple[Any, ...]) -> str:
+    keys = [str(getattr(key, "key", "")) for key in path]
+    return keys[keys.index("segments") + 1] if "segments" in keys else ""
+
+
+def _assembled(file: StateFile, shards: ArrayShards) -> np.ndarray:
+    """An array of a unit from all its parts."""
+    parts = [
+        file.read_part(shards.first + n).view(shards.dtype).reshape(shards.part_shape) for n in range(len(shards.parts))
+    ]
+    if len(parts) == 1 and shards.part_shape == shards.shape:
+        return parts[0]
+    out = np.empty(shards.shape, shards.dtype)
+    for index, part in zip(shards.parts, parts, strict=True):
+        out[index] = part
+    return out
+
+
+def _shard_on(file: StateFile, shards: ArrayShards, device: jax.Device) -> np.ndarray:
+    """The shard of a unit's array that a device of this process has."""
+    part = dict(shards.places)[device]
+    return file.read_part(shards.first + part).view(shards.dtype).reshape(shards.part_shape)

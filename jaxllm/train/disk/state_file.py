@@ -1,0 +1,159 @@
+"""State file: an unnamed file of parts with checksums, written and read without the page cache where that is possible.
+
+The file has no name from the beginning (O_TMPFILE, or unlinked), so the system frees it when the last reference to it
+is gone, also after SIGKILL: no later start can find it and take it for a checkpoint. Its contents are worth nothing
+without the process, so nothing is synced; a damaged part is found by its checksum when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+BLOCK = 4096
+"""Bytes that offsets, lengths and addresses are multiples of, as direct I/O requires."""
+
+
+class DiskTierError(RuntimeError):
+    """The files of the disk tier cannot be written or read, or are damaged; says which part, where, and what to do."""
+
+
+class FileLayout:
+    """Layout of a state file: parts of fixed sizes, each at a multiple of ``BLOCK``.
+
+    Attributes:
+        name: what the file has, for messages.
+        labels: name of each part, for messages.
+        sizes: bytes of each part.
+        offsets: where each begins.
+        size: bytes of the file.
+    """
+
+    def __init__(self, name: str, labels: Sequence[str], sizes: Sequence[int]):
+        self.name, self.labels, self.sizes = name, tuple(labels), tuple(sizes)
+        offsets = [0]
+        for size in sizes:
+            offsets.append(offsets[-1] + padded(size))
+        self.offsets, self.size = tuple(offsets[:-1]), offsets[-1]
+
+    def part(self, buffer: np.ndarray, number: int) -> np.ndarray:
+        """View of a part of a buffer with the contents of the file, [bytes] uint8."""
+        return buffer[self.offsets[number] : self.offsets[number] + self.sizes[number]]
+
+
+class StateFile:
+    """Unnamed file with the parts of a layout.
+
+    Args:
+        directory: on the disk; the file's blocks are reserved at once.
+        layout: of the file.
+
+    Attributes:
+        frozen: a checkpoint reads the file: it is not written any more.
+
+    Raises:
+        DiskTierError: the directory has no room or cannot be written.
+    """
+
+    def __init__(self, directory: Path, layout: FileLayout):
+        self.directory, self.layout, self.frozen = directory, layout, False
+        self._sums: list[int | None] = [None] * len(layout.sizes)
+        with self._naming("reserving"):
+            handle, path = tempfile.mkstemp(prefix="jaxllm-state-", dir=directory)
+            self.handle = handle
+            weakref.finalize(self, os.close, handle)
+            os.unlink(path)
+            if layout.size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, layout.size)
+        bypass_page_cache(handle)
+
+    def write(self, buffer: np.ndarray) -> None:
+        """Writes all parts from an aligned buffer of ``layout.size`` bytes."""
+        for number in range(len(self.layout.sizes)):
+            self._sums[number] = zlib.crc32(self.layout.part(buffer, number).data)
+        with self._naming("writing"):
+            self._transfer(os.pwrite, buffer, 0)
+
+    def read(self, buffer: np.ndarray) -> None:
+        """Reads all parts into an aligned buffer, and verifies them."""
+        with self._naming("reading"):
+            self._transfer(lambda handle, rest, offset: os.preadv(handle, [rest], offset), buffer, 0)
+        for number in range(len(self.layout.sizes)):
+            self._verify(number, self.layout.part(buffer, number))
+
+    def write_part(self, number: int, data: np.ndarray) -> None:
+        """Writes one part, [bytes] uint8."""
+        buffer = aligned_buffer(padded(data.size))
+        buffer[: data.size] = data
+        self._sums[number] = zlib.crc32(buffer[: data.size].data)
+        with self._naming("writing"):
+            self._transfer(os.pwrite, buffer, self.layout.offsets[number])
+
+    def read_part(self, number: int) -> np.ndarray:
+        """One part, verified, [bytes] uint8."""
+        size = self.layout.sizes[number]
+        buffer = aligned_buffer(padded(size))
+        with self._naming("reading"):
+            self._transfer(
+                lambda handle, rest, offset: os.preadv(handle, [rest], offset), buffer, self.layout.offsets[number]
+            )
+        self._verify(number, buffer[:size])
+        return buffer[:size]
+
+    def _transfer(self, call: object, buffer: np.ndarray, offset: int) -> None:
+        rest = memoryview(buffer).cast("B")
+        while len(rest):
+            count = call(self.handle, rest, offset)  # type: ignore[operator]
+            if count <= 0:
+                raise OSError(f"the file ends {len(rest)} bytes early")
+            rest, offset = rest[count:], offset + count
+
+    def _verify(self, number: int, data: np.ndarray) -> None:
+        if zlib.crc32(data.data) != self._sums[number]:
+            raise DiskTierError(
+                f"optimizer state of {self.layout.name}: {self.layout.labels[number]} is damaged in the files of "
+                f"{self.directory}: its checksum is not that of what was written. Check the disk, or give another "
+                "disk.directory."
+            )
+
+    @contextlib.contextmanager
+    def _naming(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DiskTierError(
+                f"optimizer state of {self.layout.name}: {doing} {self.layout.size} bytes in {self.directory} failed: "
+                f"{error}. Give a disk.directory with room, on a disk that works."
+            ) from error
+
+
+def bypass_page_cache(handle: int) -> None:
+    """Turns on direct I/O for an open file, where its file system has it.
+
+    The page cache would hold a second copy of the state, and buffered writes are slower by the copy into it.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return
+    import fcntl
+
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def padded(size: int) -> int:
+    """The size, rounded up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def aligned_buffer(size: int) -> np.ndarray:
+    """Empty bytes whose address is a multiple of ``BLOCK``, [size] uint8."""
+    buffer = np.empty(size + BLOCK, np.uint8)
+    start = -buffer.ctypes.data % BLOCK
+    return buffer[start : start + size]

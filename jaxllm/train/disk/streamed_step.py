@@ -1,0 +1,294 @@
+"""Training step with its optimizer state in files: gradients, then the update of one layer after the other.
+
+    gradients    state without optimizer state, batch -> loss sums, gradients, their norms
+    update       parameters, gradients, state of one unit -> parameters, new state of the unit; once for each unit
+    finish       links and metrics
+
+Each is a program of its own; between them the host streams the state (``disk_tier``). Parameters are donated from
+one to the next, so that they are updated in place. The result is that of ``training_step.train_step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxllm.models.params import at_least_f32
+from jaxllm.optim.streamed_state import layer_row, merged_parts, part_of_model, put_layer_row
+from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.step.step_chain import Gradients, Report, StepLink, StepResult, finished
+from jaxllm.train.step.subset_update import apply_updates
+from jaxllm.train.step.train_state import TrainState
+from sharding import shardings_of
+
+Make = Callable[[Any], optax.GradientTransformation]
+
+
+class StreamedPrograms(NamedTuple):
+    """Programs of a streamed step: jitted, lowered or compiled.
+
+    Attributes:
+        gradients: ``(state, batch) -> (sums, gradients, norms, amax)``; the norms are that of the metrics, and that
+            of gradient clipping.
+        updates: by segment, and "" for what is outside of layers: ``(params, gradients, norm, counters, arrays, row)
+            -> (params, arrays, counters, squared norm of the update)``, of that part of the model.
+        finish: ``(params, state, counters, sums, norm, amax, squares) -> (params, step, extras, metrics)``.
+    """
+
+    gradients: Any
+    updates: dict[str, Any]
+    finish: Any
+
+
+def streamed_programs(
+    gradients: Gradients,
+    make: Make,
+    clip_norm: float | None,
+    logical_axes: dict[str, Any],
+    rate: optax.Schedule,
+    links: Sequence[StepLink],
+    reports: Sequence[Report],
+    abstract: TrainState,
+    files: OptimizerFiles,
+) -> StreamedPrograms:
+    """Jitted programs of a step.
+
+    Args:
+        gradients: function of loss and gradients, with the changes of the links (``composed_gradients``).
+        make: logical axes of a part of the parameters -> its optimizer, without gradient clipping.
+        clip_norm: global norm that gradients are clipped to; None: any.
+        logical_axes: of all parameters.
+        rate: learning-rate schedule, for the metrics.
+        links: techniques that need neither gradients nor updates after the update.
+        reports: further metrics, of the same kind.
+        abstract: the train state with ``files.leaves()``.
+        files: of the optimizer state.
+    """
+
+    def gradients_and_norms(state: TrainState, batch: Any) -> Any:
+        sums, grads, *amax = gradients(state, batch)
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
+        return sums, grads, (norm, optax.tree.norm(grads)), tuple(amax)
+
+    shardings = shardings_of(abstract.params)
+    everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
+    updates = {
+        segment: jax.jit(
+            _update_of(make(part_of(logical_axes, segment)), clip_norm, abstract.opt_state, segment),
+            donate_argnums=0,
+            out_shardings=(
+                part_of(shardings, segment),
+                [one.sharding for one in files.abstract_rows(segment)],
+                [everywhere] * len(files.counters),
+                everywhere,
+            ),
+        )
+        for segment in dict.fromkeys(unit.segment for unit in files.units)
+    }
+
+    def norms(squares: Any) -> Report:
+        def report(result: StepResult) -> dict[str, Any]:
+            return {
+                "param_norm": optax.tree.norm(result.state.params),
+                "update_norm": jnp.sqrt(jnp.sum(jnp.stack(squares))),
+            }
+
+        return report
+
+    def finish(params: Any, state: TrainState, counters: Any, sums: Any, norm: Any, amax: Any, squares: Any) -> Any:
+        before = replace(state, params=params)
+
+        def inner(state: TrainState, batch: Any) -> StepResult:
+            new = replace(state, opt_state=tuple(counters), step=state.step + 1)
+            return StepResult(new, sums, rate(state.step), norm, amax=amax)
+
+        new, metrics = finished(inner, links, [*reports, norms(squares)])(before, None)
+        return new.params, new.step, new.extras, metrics
+
+    outs = (shardings, abstract.step.sharding, shardings_of(abstract.extras), None)
+    return StreamedPrograms(
+        jax.jit(gradients_and_norms), updates, jax.jit(finish, donate_argnums=0, out_shardings=outs)
+    )
+
+
+def lowered_programs(
+    programs: StreamedPrograms, abstract: TrainState, batch: Any, files: OptimizerFiles
+) -> StreamedPrograms:
+    """The programs, lowered for their arguments; the run's mesh is set.
+
+    Args:
+        programs: from ``streamed_programs``.
+        abstract: the train state with ``files.leaves()``.
+        batch: abstract.
+        files: of the optimizer state.
+    """
+    resident = replace(abstract, opt_state=())
+    sums, grads, norms, amax = jax.eval_shape(programs.gradients, resident, batch)
+    counters = files.counters_of(abstract.opt_state)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    updates, square = {}, None
+    for segment, update in programs.updates.items():
+        parts = part_of(abstract.params, segment), part_of(grads, segment)
+        given = (*parts, norms[1], counters, files.abstract_rows(segment), number)
+        updates[segment] = update.lower(*given)
+        square = jax.eval_shape(update, *given)[3]
+    last = (abstract.params, _ends_of(resident), counters, sums, norms[0], amax, [square] * len(files.units))
+    return StreamedPrograms(programs.gradients.lower(resident, batch), updates, programs.finish.lower(*last))
+
+
+def compiled_programs(lowered: StreamedPrograms, options: dict[str, str] | None) -> StreamedPrograms:
+    """Lowered programs, compiled with options of the compiler."""
+
+    def compiled(program: Any) -> Any:
+        return program.compile(compiler_options=options)
+
+    updates = {segment: compiled(update) for segment, update in lowered.updates.items()}
+    return StreamedPrograms(compiled(lowered.gradients), updates, compiled(lowered.finish))
+
+
+class StreamedStep:
+    """Compiled training step with the optimizer state in files, ``(state, batch) -> (state, metrics)``.
+
+    Args:
+        programs: compiled.
+        files: of the optimizer state.
+        score: ``(params, batch) -> batch``, which scores a batch with the reference model; None without one.
+    """
+
+    def __init__(self, programs: StreamedPrograms, files: OptimizerFiles, score: Any = None):
+        self._programs, self._files, self._score = programs, files, score
+        self._backwards = False
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The state after the step, and its metrics; the parameters of the state are donated.
+
+        Raises:
+            DiskTierError: the files failed; the state is lost then.
+        """
+        files, programs = self._files, self._programs
+        batch = batch if self._score is None else self._score(state.params, batch)
+        resident = replace(state, opt_state=())
+        sums, grads, norms, amax = programs.gradients(resident, batch)
+        params, before = state.params, files.counters_of(state.opt_state)
+        counters, squares = before, [None] * len(files.units)
+        order = files.order(self._backwards)
+        self._backwards = not self._backwards
+        files.tier.begin(order)
+        for number in order:
+            unit = files.units[number]
+            rows = files.placed(number, files.tier.take(number))
+            parts = part_of(params, unit.segment), part_of(grads, unit.segment)
+            part, new, counters, squares[number] = programs.updates[unit.segment](
+                *parts, norms[1], before, rows, np.int32(unit.row)
+            )
+            params = merged_parts(params, part)
+            files.give(number, new)
+            del rows, new, parts, part
+        del grads
+        ends = _ends_of(resident)
+        params, step, extras, metrics = programs.finish(params, ends, counters, sums, norms[0], amax, squares)
+        state = replace(state, params=params, opt_state=files.with_counters(counters), step=step, extras=extras)
+        return state, metrics
+
+
+def initial_arrays(make: Make, logical_axes: dict[str, Any], params: Any, files: OptimizerFiles) -> Any:
+    """Writes the optimizer state before the first step, unit by unit; returns the state with ``DiskLeaf``.
+
+    Args:
+        make, logical_axes: as for ``streamed_programs``.
+        params: the parameters, on the mesh, which is set.
+        files: of the optimizer state.
+    """
+
+    def arrays_of(segment: str) -> Any:
+        rule = make(part_of(logical_axes, segment))
+
+        def init(params: Any, row: Any) -> list[Any]:
+            state = rule.init(layer_row(params, row) if segment else params)
+            return [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+
+        return jax.jit(init, out_shardings=[one.sharding for one in files.abstract_rows(segment)])
+
+    programs = {segment: arrays_of(segment) for segment in dict.fromkeys(unit.segment for unit in files.units)}
+
+    def rows(number: int) -> list[jax.Array]:
+        segment, row = files.units[number]
+        return programs[segment](part_of(params, segment), np.int32(row))
+
+    files.initialise(rows)
+    leaves = jax.tree.leaves(files.leaves())
+    shardings = [leaves[n].sharding for n in files.counters]
+    whole = make(logical_axes)
+    counters = jax.jit(
+        lambda params: [leaf for leaf in jax.tree.leaves(whole.init(params)) if not leaf.ndim], out_shardings=shardings
+    )
+    return files.with_counters(counters(params))
+
+
+def part_of(tree: Any, segment: str) -> Any:
+    """Part of a tree over the model that belongs to the units of a segment, or to those outside of layers ("")."""
+    if segment:
+        return part_of_model(tree, ["segments"], segment)
+    return part_of_model(tree, [name for name in tree if name != "segments"])
+
+
+def _ends_of(state: TrainState) -> TrainState:
+    return replace(state, params=(), opt_state=())
+
+
+def _update_of(
+    rule: optax.GradientTransformation, clip_norm: float | None, opt_state: Any, segment: str
+) -> Callable[..., Any]:
+    """Update of one unit: of a layer of the segment, or of everything outside of layers."""
+    part = part_of_state(opt_state, segment)
+    scalar = [leaf.ndim == 0 for leaf in jax.tree.leaves(part)]
+    structure = jax.tree.structure(part)
+
+    def update(params: Any, grads: Any, norm: Any, counters: Any, arrays: Any, row: Any) -> Any:
+        own = layer_row((params, grads), row) if segment else (params, grads)
+        clipped = own[1] if clip_norm is None else jax.tree.map(lambda g: clipped_by(norm, clip_norm, g), own[1])
+        counts, rows = iter(counters), iter(arrays)
+        state = structure.unflatten([next(counts) if one else next(rows) for one in scalar])
+        changes, new = rule.update(clipped, state, own[0])
+        changed = apply_updates(own[0], changes)
+        leaves = jax.tree.leaves(new)
+        return (
+            put_layer_row(params, changed, row) if segment else changed,
+            [leaf for leaf, one in zip(leaves, scalar, strict=True) if not one],
+            [leaf for leaf, one in zip(leaves, scalar, strict=True) if one],
+            optax.tree.norm(changes, squared=True),
+        )
+
+    return update
+
+
+def clipped_by(norm: Float[Array, ""], most: float, grads: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Gradients clipped by a global norm that is known, as ``optax.clip_by_global_norm`` clips them."""
+    return jax.lax.select(norm < most, grads, (grads / norm.astype(grads.dtype)) * most)
+
+
+def part_of_state(opt_state: Any, segment: str) -> Any:
+    """Part of an optimizer state that belongs to the units of a segment, or to those outside of layers ("")."""
+    names = [name for name in _model_tree(opt_state) if name != "segments"]
+    return part_of_model(opt_state, ["segments"], segment) if segment else part_of_model(opt_state, names)
+
+
+def _model_tree(tree: Any) -> dict[str, Any]:
+    """First tree over the model in a state."""
+    if isinstance(tree, dict):
+        if {"embedding", "segments", "head"} <= set(tree):
+            return tree
+        tree = tuple(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for one in tree:
+            if found := _model_tree(one):
+                return found
+    return {}

@@ -1,0 +1,282 @@
+"""Optimizer state on disk: the same parameters, what is read and written, damage by name, resumes, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.checkpoint import Checkpointer, CheckpointError
+from jaxllm.checkpoint.storage.file_systems import LocalFiles
+from jaxllm.config import ConfigError
+from jaxllm.train import run as preparing
+from jaxllm.train import train
+from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.state_file import BLOCK, DiskTierError, FileLayout, StateFile, aligned_buffer
+from jaxllm.train.host_offload import HostConfig
+from jaxllm.train.run import Run
+from tests.optim.kinds import named
+from tests.train.runs import losses, run_config, stopped_at
+
+LAYERS = 5
+
+
+def config(folder, disk=True, window=3, kind="adamw", **fields):
+    """A run of five layers, with its optimizer state on disk or in memory."""
+    run = run_config(folder, **({"steps": 6, "every": 3} | fields))
+    return dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, layers=LAYERS),
+        optim=named(kind, schedule=run.optim.schedule) if kind != "adamw" else run.optim,
+        disk=DiskConfig(str(folder / "files"), window=window) if disk else DiskConfig(),
+    )
+
+
+def saved(directory):
+    """The newest checkpoint, as arrays."""
+    return Checkpointer(directory / "checkpoints", read_only=True).restore()[0]
+
+
+def same_bits(one, other):
+    return jax.tree.structure(one) == jax.tree.structure(other) and all(
+        np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    )
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The runs that are prepared, to look at their files."""
+    runs, prepare = [], preparing.Run.__init__
+
+    def prepared(self, *args, **kwargs):
+        prepare(self, *args, **kwargs)
+        runs.append(self)
+
+    monkeypatch.setattr(preparing.Run, "__init__", prepared)
+    return runs
+
+
+def files_of(run: Run):
+    assert run.state_files is not None
+    return run.state_files
+
+
+@pytest.mark.parametrize("saving", ["blocking", "lazy"])
+def test_a_run_is_the_same_to_the_bit(tmp_path, saving):
+    plain = train(config(tmp_path, disk=False, out=tmp_path / "plain"))
+    done = train(config(tmp_path, saving=saving))
+    assert same_bits(saved(plain.directory), saved(done.directory))
+    assert losses(plain.directory) == losses(done.directory)
+    assert done.evaluation == plain.evaluation
+    assert os.listdir(tmp_path / "files") == [], "the files have no names, so no start can take them for anything"
+
+
+@pytest.mark.drawn(0.4)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("adafactor", {}),
+        ("lion", {"mesh": "fsdp=4,data=2"}),
+        ("adamw 8bit", {}),
+        ("adamw", {"mesh": "fsdp=2,tensor=2,data=2", "accumulate": 2}),
+    ],
+)
+def test_other_optimizers_and_meshes(tmp_path, kind, fields):
+    """On a mesh each device's shard is a part of the file; programs of several devices may sum in another order."""
+    plain = train(config(tmp_path, False, kind=kind, out=tmp_path / "plain", **fields))
+    done = train(config(tmp_path, kind=kind, **fields))
+    for (_, loss, norm), (_, other, other_norm) in zip(losses(done.directory), losses(plain.directory), strict=True):
+        assert loss == pytest.approx(other, rel=2e-6)
+        assert norm == pytest.approx(other_norm, rel=1e-5)
+    ours, theirs = saved(done.directory), saved(plain.directory)
+    assert [x.shape for x in jax.tree.leaves(ours)] == [x.shape for x in jax.tree.leaves(theirs)]
+
+
+@pytest.mark.parametrize("begins", ["on disk", "in memory"])
+def test_a_stopped_run_resumes_with_its_state_elsewhere(tmp_path, begins):
+    """The checkpoint of a state on disk is that of the state in memory."""
+    whole = train(config(tmp_path, disk=False, out=tmp_path / "whole"))
+    first = config(tmp_path, disk=begins == "on disk")
+    stopped = stopped_at(tmp_path, 4, steps=6, every=3, **{name: getattr(first, name) for name in ("model", "disk")})
+    done = train(config(tmp_path, disk=begins != "on disk"))
+    assert done.directory == stopped
+    assert same_bits(saved(done.directory), saved(whole.directory))
+
+
+def test_each_buffer_is_written_once_and_forwarded_ones_are_never_read(tmp_path, opened, monkeypatch):
+    logs: list[list[tuple[str, int]]] = []
+    begin = DiskTier.begin
+
+    def begun(self, order):
+        self.log = []
+        logs.append(self.log)
+        begin(self, order)
+
+    monkeypatch.setattr(DiskTier, "begin", begun)
+    train(config(tmp_path, steps=5, every=9))
+    tier = files_of(opened[0]).tier
+    units = list(range(LAYERS + 1))
+    for step, log in enumerate(logs):
+        said = {what: [event.unit for event in log if event.what == what] for what in ("read", "forward", "write")}
+        layers = units[:-1][:: -1 if step % 2 else 1]
+        assert said["write"] == [*layers, units[-1]], "each once, in the order of the pass"
+        assert sorted(said["read"] + said["forward"]) == units, "and each comes from its file, or from memory"
+        assert len(said["forward"]) == (0 if step == 0 else tier.window - 1), "what the window had at the end of a pass"
+        assert sum(event.bytes for event in log) == sum(
+            tier.layouts[unit].size for unit in (*said["read"], *said["write"])
+        )
+
+
+def test_a_checkpoint_is_of_its_step_while_later_steps_write(tmp_path, opened, monkeypatch):
+    """Saves that are so slow that the next steps update every layer meanwhile."""
+    create, slow = LocalFiles.create, []
+
+    def waiting(self, name):
+        if "mu" in name and not slow:
+            slow.append(name)
+            while not opened or files_of(opened[0]).tier._files[0].frozen:  # until the next step has written layer 0
+                time.sleep(0.001)
+        return create(self, name)
+
+    every = train(config(tmp_path, steps=4, every=1, keep_last=9, out=tmp_path / "blocking"))
+    opened.clear()
+    monkeypatch.setattr(LocalFiles, "create", waiting)
+    done = train(config(tmp_path, steps=4, every=3, keep_last=9, saving="lazy"))
+    assert slow
+    ours, theirs = (Checkpointer(one.directory / "checkpoints", read_only=True) for one in (done, every))
+    assert same_bits(ours.restore(step=3)[0], theirs.restore(step=3)[0])
+
+
+def flip_bit(tier, unit, part):
+    """Flips the lowest bit of the first byte of a part of a unit's file."""
+    block, offset = aligned_buffer(BLOCK), tier.layouts[unit].offsets[part]
+    os.preadv(tier._files[unit].handle, [block], offset)
+    block[0] ^= 1
+    os.pwrite(tier._files[unit].handle, block, offset)
+
+
+def failing_from(count, error):
+    """A system call that fails from its ``count``-th call on."""
+    calls = iter(range(10**9))
+
+    def wrap(call):
+        def failing(*args):
+            if next(calls) >= count:
+                raise OSError(error, os.strerror(error))
+            return call(*args)
+
+        return failing
+
+    return wrap
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        ("pwrite", errno.ENOSPC, r"writing \d+ bytes in .*files failed: .*No space left"),
+        ("preadv", errno.EIO, r"reading \d+ bytes in .*files failed: .*Input/output error"),
+    ],
+)
+def test_a_disk_that_fails_is_named_and_the_run_resumes(tmp_path, monkeypatch, call, error, said):
+    whole = train(config(tmp_path, disk=False, out=tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        # Writing the state takes a call for each part; a step takes one for each unit. A save reads parts.
+        patch.setattr(os, call, failing_from(120 if call == "pwrite" else 110, error)(getattr(os, call)))
+        with pytest.raises((DiskTierError, CheckpointError), match=said) as raised:
+            train(config(tmp_path))
+        if raised.type is DiskTierError:
+            assert "is intact; start again" in str(raised.value)
+    assert Checkpointer(tmp_path / "runs" / "tiny" / "checkpoints", read_only=True).steps() == [3]
+    done = train(config(tmp_path))
+    assert same_bits(saved(done.directory), saved(whole.directory))
+
+
+def test_a_flipped_bit_is_named_and_the_last_checkpoint_is_intact(tmp_path, monkeypatch):
+    taken = DiskTier.take
+
+    def flips(self, unit):
+        if unit == 0 and len(steps) == 4:
+            self.flush()
+            flip_bit(self, unit=4, part=2)
+        steps.extend([unit] * (unit == 0))
+        return taken(self, unit)
+
+    steps: list[int] = []
+    monkeypatch.setattr(DiskTier, "take", flips)
+    with pytest.raises(DiskTierError, match=r"layers 0/4: opt_state.* is damaged .* checkpoint of step 3 is intact"):
+        train(config(tmp_path))
+    monkeypatch.setattr(DiskTier, "take", taken)
+    whole = train(config(tmp_path, disk=False, out=tmp_path / "whole"))
+    assert same_bits(saved(train(config(tmp_path)).directory), saved(whole.directory))
+
+
+def test_too_little_room_is_said_before_anything_is_computed(tmp_path):
+    run = config(tmp_path)
+    small = dataclasses.replace(run, disk=dataclasses.replace(run.disk, bytes=100_000))
+    with pytest.raises(DiskTierError, match=r"twice that while a checkpoint is written, .* disk.bytes"):
+        Run(small)
+    file = tmp_path / "a file"
+    file.write_text("")
+    with pytest.raises(DiskTierError, match=r"a file cannot be used"):
+        Run(dataclasses.replace(run, disk=DiskConfig(str(file))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optim": named("muon")}, "choose one of adamw, lion, adafactor, sgd"),
+        ({"host": HostConfig(optimizer=True)}, "the state is in one place"),
+        ({"saving": "overlapped"}, 'give checkpoint.saving = "auto"'),
+    ],
+)
+def test_what_cannot_wait_on_disk_is_refused(tmp_path, fields, said):
+    optim = fields.pop("optim", None)
+    run = config(tmp_path, **fields)
+    with pytest.raises(ConfigError, match=said):
+        Run(run if optim is None else dataclasses.replace(run, optim=optim))
+
+
+@pytest.mark.parametrize(("fields", "said"), [({"window": 1}, "give 2 or more"), ({"bytes": 5}, "give a directory")])
+def test_the_configuration_is_checked(fields, said):
+    with pytest.raises(ValueError, match=said):
+        DiskConfig(**fields)
+
+
+def test_files_of_odd_sizes(tmp_path, rng):
+    """Parts that are no multiple of a block, of one byte and of none."""
+    layout = FileLayout("layer", ["a", "b", "c"], [5000, 1, 0])
+    file = StateFile(tmp_path, layout)
+    data = [rng.integers(0, 256, size, dtype=np.uint8) for size in layout.sizes]
+    for number, part in enumerate(data):
+        file.write_part(number, part)
+    assert all(file.read_part(n).tobytes() == part.tobytes() for n, part in enumerate(data))
+    assert os.fstat(file.handle).st_nlink == 0
+    assert os.fstat(file.handle).st_size == layout.size == 3 * BLOCK
+
+
+def test_a_frozen_file_keeps_its_contents(tmp_path, rng):
+    """The tier writes new ones, and the old ones are freed with their last reference."""
+    tier = DiskTier(tmp_path, [FileLayout(f"layer {n}", ["x"], [100]) for n in range(4)], 2)
+    for file in tier.renew():
+        file.write_part(0, rng.integers(0, 256, 100, dtype=np.uint8))
+    for number in range(3):
+        frozen = tier.freeze() if number == 2 else []
+        tier.begin(range(4))
+        for unit in range(4):
+            tier.take(unit)
+            tier.give(unit, lambda buffer, value=10 * number + unit: buffer.fill(value))
+    tier.flush()
+    assert [int(file.read_part(0)[99]) for file in frozen] == [10, 11, 12, 13]
+    assert [int(file.read_part(0)[99]) for file in tier.freeze()] == [20, 21, 22, 23]
+    handles = [file.handle for file in frozen]
+    del frozen, file
+    for handle in handles:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)
