@@ -1,4 +1,8 @@
-"""Memory budgets of a run, ``--within 14GiB --host 64GiB`` or ``--fit``: the remat whose step takes no more."""
+"""Memory budgets of a run, ``--within 14GiB --host 64GiB --disk DIR:200GiB`` or ``--fit``.
+
+The remat whose step takes no more is chosen, with the optimizer state on the device; where none fits, with the state in
+the host's memory, then on disk. Each place is slower than the one before.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.remat_solver import StepBytes
     from jaxllm.train import RunConfig
+    from jaxllm.train.compile_step import StateBytes
 
 FIT_SHARE = 0.95
 """Share of a device's memory that ``--fit`` plans for: the rest is for fragments between arrays."""
@@ -23,11 +28,13 @@ class MemoryBudget(NamedTuple):
 
     Attributes:
         device: bytes of a device; None: of the devices that are here, what they have.
-        host: bytes of the host's memory for each device, where layers may keep activations; None: none.
+        host: bytes of the host's memory for each device, for activations and optimizer state; None: none.
+        disk: directory and bytes of it for optimizer state; None: none.
     """
 
     device: int | None
     host: int | None = None
+    disk: tuple[str, int] | None = None
 
 
 def budget_of(within: str, host: str | None) -> MemoryBudget:
@@ -40,7 +47,9 @@ def budget_of(within: str, host: str | None) -> MemoryBudget:
 
 
 def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
-    """The arguments of `jaxllm train` without ``--within``, ``--host`` and ``--fit``, and the budget that they give.
+    """The arguments of `jaxllm train` without those of a budget, and the budget that they give.
+
+    ``--disk DIR:SIZE`` without a budget is replaced by the settings that it stands for.
 
     Raises:
         UsageError: a size is missing, or they do not go together.
@@ -52,18 +61,21 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
         name, _, value = word.partition("=")
         if word == "--fit":
             found[name] = "yes"
-        elif name in ("--within", "--host"):
+        elif name in ("--within", "--host", "--disk"):
             found[name] = value or next(words, "")
         else:
             rest.append(word)
     if "--fit" in found and "--within" in found:
         raise UsageError("--fit is the memory that the devices have; give it or --within SIZE.")
-    if "--host" in found and len(found) == 1:
+    within, fit, host = found.get("--within"), "--fit" in found, found.get("--host")
+    if host is not None and within is None and not fit:
         raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, or --fit.")
-    host = found.get("--host")
-    if "--fit" in found:
-        return rest, MemoryBudget(None, None if host is None else _size("--host", host))
-    return rest, budget_of(found["--within"], host) if "--within" in found else None
+    disk = _disk(found["--disk"]) if "--disk" in found else None
+    if within is None and not fit:
+        settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
+        return [*rest, *settings], None
+    budget = MemoryBudget(None, None if host is None else _size("--host", host))
+    return rest, (budget if within is None else budget_of(within, host))._replace(disk=disk)
 
 
 def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
@@ -76,8 +88,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     import jax
 
     from jaxllm.models.remat import RematError
-    from jaxllm.plan.remat_solver import StepBytes
-    from jaxllm.train.compile_step import step_memory_here
+    from jaxllm.train.compile_step import state_bytes_here
 
     device = jax.local_devices()[0]  # of another process's devices nothing is known
     limit = budget.device
@@ -88,13 +99,62 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         limit = int(FIT_SHARE * there)
     cluster = None if budget.host is None else _cluster_here()
 
-    def measure(remat: str) -> StepBytes:
-        return StepBytes(*step_memory_here(with_remat(config, remat)))
+    if budget.disk is not None and _placed(config):
+        raise UsageError(
+            "--disk: the run says where its optimizer state is (host.optimizer, disk.directory); leave one out."
+        )
+    problem: RematError | None = None
+    for run in _places(config, budget):
+        state = state_bytes_here(run)
+        print(_by_tier(state), flush=True)
+        host = None if budget.host is None else budget.host - state.host
+        if host is not None and host < 0:
+            print(f"  more than the {(budget.host or 0) / 2**30:.3f} GiB of --host\n", flush=True)
+            continue
+        try:
+            return within_budget(run, MemoryBudget(limit, host), _measure_of(run), cluster)
+        except RematError as error:
+            print(f"  nothing fits: {error}\n", flush=True)
+            problem = error
+    raise UsageError(str(problem)) from problem
 
-    try:
-        return within_budget(config, MemoryBudget(limit, budget.host), measure, cluster)
-    except RematError as error:
-        raise UsageError(str(error)) from error
+
+def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
+    """The run with its optimizer state on the device, in the host's memory, and on disk, as far as the budget has them.
+
+    A state that the host or the disk has is copied there and back in each step, so it leaves the device only where no
+    remat fits beside it.
+    """
+    places = [config]
+    if _placed(config):
+        return places
+    if budget.host is not None and config.optim.spec.streamable:
+        places.append(dataclasses.replace(config, host=dataclasses.replace(config.host, optimizer=True)))
+    if budget.disk is not None:
+        directory, size = budget.disk
+        disk = dataclasses.replace(config.disk, directory=directory, bytes=size)
+        places.append(dataclasses.replace(config, disk=disk))
+    return places
+
+
+def _by_tier(state: StateBytes) -> str:
+    """Bytes of a run's state by tier, and what they are."""
+    parts = [f"{state.device / 2**30:.3f} GiB on the device"]
+    parts += [f"{state.host / 2**30:.3f} in the host's memory"] if state.host else []
+    parts += [f"{state.disk / 2**30:.3f} on disk, twice that while a checkpoint is written"] if state.disk else []
+    return f"parameters and optimizer state: {', '.join(parts)}; the step as compiled:"
+
+
+def _placed(config: RunConfig) -> bool:
+    """Whether the run says where its optimizer state is."""
+    return config.host.optimizer or bool(config.disk.directory)
+
+
+def _measure_of(config: RunConfig) -> Callable[[str], StepBytes]:
+    from jaxllm.plan.remat_solver import StepBytes
+    from jaxllm.train.compile_step import step_memory_here
+
+    return lambda remat: StepBytes(*step_memory_here(with_remat(config, remat)))
 
 
 def within_budget(
@@ -120,7 +180,8 @@ def within_budget(
     if budget.host is not None:
         assert cluster is not None
         mesh = fitting_mesh(config, run_model(config), cluster.devices, cluster.topology.platform)
-        tier = HostTier.of(config, cluster, mesh, budget.host)
+        in_memory = dataclasses.replace(config, disk=dataclasses.replace(config.disk, directory="", bytes=0))
+        tier = HostTier.of(in_memory, cluster, mesh, budget.host)
     solved = solve(config, budget.device, measure, tier)
     candidates = {**solved.named, **solved.tried}
     least = min(one.flops for one in candidates.values())
@@ -161,6 +222,14 @@ def _cluster_here() -> Cluster:
 def with_remat(config: RunConfig, remat: str) -> RunConfig:
     """The run with another ``model.remat``."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+
+
+def _disk(text: str) -> tuple[str, int]:
+    """Directory and bytes of ``--disk DIR:SIZE``."""
+    directory, _, size = text.rpartition(":")
+    if not directory:
+        raise UsageError(f"--disk {text}: give DIR:SIZE, such as /mnt/nvme:200GiB.")
+    return directory, _size("--disk", size)
 
 
 def _size(name: str, text: str) -> int:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.compiler import aot
-from jaxllm.config import from_dict, to_dict
+from jaxllm.config import ConfigError, from_dict, to_dict
 from jaxllm.data import Batch
+from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.disk_step import compiled_programs, lowered_programs
+from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
+from jaxllm.train.step.step_builder import build_disk_step, build_optimizer, build_step, run_state
 from jaxllm.train.step.training_step import jit_step
 from sharding.isolate import Progress, run_isolated
 from sharding.topology import Topology
@@ -77,8 +81,31 @@ def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = 
 
 
 def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
-    """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under."""
+    """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under.
+
+    Raises:
+        ConfigError: the optimizer state is on disk, and the step is several programs.
+    """
+    if run.disk.directory:
+        raise ConfigError(
+            f'disk.directory = "{run.disk.directory}": the step is several programs, with files between them; leave it '
+            "out to compile for devices that are not here, or give `jaxllm train` --within SIZE --disk DIR:SIZE."
+        )
     return _step_for(run, topology.devices(), topology.platform)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of parameters and optimizer state by tier.
+
+    Attributes:
+        device: of a device.
+        host: of the host's memory, for a device.
+        disk: of files, for a process.
+    """
+
+    device: int
+    host: int
+    disk: int
 
 
 def step_memory_here(run: RunConfig) -> tuple[int, int]:
@@ -87,13 +114,41 @@ def step_memory_here(run: RunConfig) -> tuple[int, int]:
     The step is compiled for them, and not run; the program is found again in the compilation cache.
     """
     devices = jax.devices()
-    step, arguments, mesh = _step_for(_own(run), devices, devices[0].platform)
     chosen = options(devices[0].platform, devices[0].device_kind, run.compiler_options) or None
+    if run.disk.directory:
+        return _streamed_bytes(_own(run), devices, chosen)
+    step, arguments, mesh = _step_for(_own(run), devices, devices[0].platform)
     with jax.set_mesh(mesh):
         memory: Any = step.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
-    sizes = (memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
-    device = sum(sizes) + memory.generated_code_size_in_bytes - memory.alias_size_in_bytes
-    return device, memory.host_temp_size_in_bytes
+    return program_bytes(memory), memory.host_temp_size_in_bytes
+
+
+def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> tuple[int, int]:
+    """Bytes of a step with its optimizer state on disk; no file is made."""
+    model = run_model(run)
+    mesh = fitting_mesh(run, model, len(devices), devices[0].platform).build(devices)
+    abstract = run_state(run, model, build_optimizer(run, model), mesh)
+    files = OptimizerFiles(run.disk, abstract.opt_state)
+    abstract = replace(abstract, opt_state=files.leaves())
+    programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, files)
+    with jax.set_mesh(mesh):
+        lowered = lowered_programs(programs, abstract, _abstract_batch(run, model, mesh), files)
+        compiled = compiled_programs(lowered, chosen)
+    host: int = compiled.gradients.memory_analysis().host_temp_size_in_bytes
+    return disk_step_bytes(compiled, abstract, files), host
+
+
+def state_bytes_here(run: RunConfig) -> StateBytes:
+    """Bytes of the run's state between two steps by tier, on the devices that are here; nothing is compiled."""
+    devices, model = jax.devices(), run_model(run)
+    mesh = fitting_mesh(run, model, len(devices), devices[0].platform).build(devices)
+    abstract = run_state(run, model, build_optimizer(run, model), mesh)
+    if run.disk.directory:
+        files = OptimizerFiles(run.disk, abstract.opt_state)
+        return StateBytes(shard_bytes((abstract.params, abstract.extras)), 0, files.bytes)
+    leaves = jax.tree.leaves((abstract.params, abstract.opt_state, abstract.extras))
+    away = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]
+    return StateBytes(shard_bytes(leaves) - shard_bytes(away), shard_bytes(away), 0)
 
 
 def _step_for(run: RunConfig, devices: list[jax.Device], platform: str) -> tuple[Any, tuple[Any, Batch], Mesh]:
@@ -102,13 +157,16 @@ def _step_for(run: RunConfig, devices: list[jax.Device], platform: str) -> tuple
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)
-    step = jit_step(own, abstract)
+    return jit_step(own, abstract), (abstract, _abstract_batch(run, model, mesh)), mesh
+
+
+def _abstract_batch(run: RunConfig, model: Functional, mesh: Mesh) -> Batch:
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
     values = jax.ShapeDtypeStruct(shape, at_least_f32(jnp.dtype(run.model.dtype)), sharding=tokens.sharding)
     read = dict.fromkeys(make_objective(run.objective, run.z_loss).required, values)
-    return step, (abstract, Batch(tokens, tokens, tokens, tokens, **read)), mesh  # type: ignore[arg-type]
+    return Batch(tokens, tokens, tokens, tokens, **read)  # type: ignore[arg-type]
 
 
 def compiler_options(topology: Topology, run: RunConfig) -> dict[str, str] | None:

@@ -27,8 +27,8 @@ from jaxllm.parallel.distributed import group
 from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
 from jaxllm.train.disk.optimizer_files import OptimizerFiles
-from jaxllm.train.disk.streamed_step import StreamedStep, compiled_programs, lowered_programs
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.replicas import REPLICA, replica_means
@@ -43,10 +43,10 @@ from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.objective_support import check_batch_fields, check_content, check_reference
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
 from jaxllm.train.step.step_builder import (
+    build_disk_step,
     build_optimizer,
     build_split_step,
     build_step,
-    build_streamed_step,
     run_state,
     settle_function,
     step_links,
@@ -135,6 +135,7 @@ class Run:
         self.state_files: OptimizerFiles | None = None
         if config.disk.directory:
             self.state_files = OptimizerFiles(config.disk, self.abstract.opt_state)
+            self.state_files.tier  # noqa: B018  # raises where the files do not fit
             self.abstract = replace(self.abstract, opt_state=self.state_files.leaves())
         self.links = step_links(config)
         settle = settle_function(config, self.model)
@@ -196,10 +197,10 @@ class Run:
                 programs = [one.compile(compiler_options=options) for one in (first, then)]
             return StepPrograms(*programs, score=score), time.monotonic() - start
         if (files := self.state_files) is not None:
-            streamed = build_streamed_step(self.config, self.model, grads, self.abstract, files)
+            streamed = build_disk_step(self.config, self.model, grads, self.abstract, files)
             with jax.set_mesh(self.mesh):
                 ready = compiled_programs(lowered_programs(streamed, self.abstract, batch, files), options)
-            return StreamedStep(ready, files, score), time.monotonic() - start
+            return DiskStep(ready, files, score), time.monotonic() - start
         own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
         step = jit_step(own, self.abstract)
         with jax.set_mesh(self.mesh):

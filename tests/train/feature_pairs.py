@@ -25,8 +25,8 @@ from jaxllm.peft import AdapterConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import refused
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
 from jaxllm.train.disk.optimizer_files import OptimizerFiles
-from jaxllm.train.disk.streamed_step import StreamedStep, compiled_programs, lowered_programs
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -37,9 +37,9 @@ from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
 from jaxllm.train.step.step_builder import (
+    build_disk_step,
     build_optimizer,
     build_step,
-    build_streamed_step,
     init_run_state,
     run_state,
 )
@@ -235,9 +235,9 @@ def outcome(*names: str) -> Pair | None:
             text = jitted.lower(state, batch).as_text()
             after, metrics = jitted(state, batch)
         else:
-            lowered = lowered_programs(build_streamed_step(run, model, grads, abstract, files), abstract, batch, files)
+            lowered = lowered_programs(build_disk_step(run, model, grads, abstract, files), abstract, batch, files)
             text = "".join(one.as_text() for one in (lowered.gradients, *lowered.updates.values(), lowered.finish))
-            after, metrics = StreamedStep(compiled_programs(lowered, quick.OPTIONS), files)(state, batch)
+            after, metrics = DiskStep(compiled_programs(lowered, quick.OPTIONS), files)(state, batch)
         loss = float(np.mean(jax.device_get(metrics["loss"])))
     assert np.isfinite(loss)
     assert 2 < loss < 8

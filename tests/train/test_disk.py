@@ -17,7 +17,7 @@ from jaxllm.config import ConfigError
 from jaxllm.train import run as preparing
 from jaxllm.train import train
 from jaxllm.train.disk.config import DiskConfig
-from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
 from jaxllm.train.disk.state_file import BLOCK, DiskTierError, FileLayout, StateFile, aligned_buffer
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import Run
@@ -111,7 +111,7 @@ def test_a_stopped_run_resumes_with_its_state_elsewhere(tmp_path, begins):
 
 
 def test_each_buffer_is_written_once_and_forwarded_ones_are_never_read(tmp_path, opened, monkeypatch):
-    logs: list[list[tuple[str, int]]] = []
+    logs: list[list[IoEvent]] = []
     begin = DiskTier.begin
 
     def begun(self, order):
@@ -157,9 +157,9 @@ def test_a_checkpoint_is_of_its_step_while_later_steps_write(tmp_path, opened, m
 def flip_bit(tier, unit, part):
     """Flips the lowest bit of the first byte of a part of a unit's file."""
     block, offset = aligned_buffer(BLOCK), tier.layouts[unit].offsets[part]
-    os.preadv(tier._files[unit].handle, [block], offset)
+    os.preadv(tier._files[unit].handle, [block.data], offset)
     block[0] ^= 1
-    os.pwrite(tier._files[unit].handle, block, offset)
+    os.pwrite(tier._files[unit].handle, block.data, offset)
 
 
 def failing_from(count, error):

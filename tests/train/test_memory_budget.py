@@ -11,10 +11,14 @@ import jax
 import pytest
 
 from jaxllm import cli
+from jaxllm.cli import memory_budget
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_budget import MemoryBudget, fitted_here, without_budget
 from jaxllm.models.remat import policies_by_layer
+from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig, TrainResult, compile_step
+from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.model_flops import hardware_flops_per_token
 from tests.train import runs
 
@@ -40,6 +44,8 @@ def measured(monkeypatch):
         (["--within", "800MiB", "--host", "2TiB"], [], MemoryBudget(800 << 20, 2 << 40)),
         (["--fit", "--host.optimizer"], ["--host.optimizer"], MemoryBudget(None)),
         (["--steps", "3"], ["--steps", "3"], None),
+        (["--within", "1", "--disk=/a:b:2"], [], MemoryBudget(1 << 30, None, ("/a:b", 2 << 30))),
+        (["--disk", "/a:b:2GiB"], ["--disk.directory", "/a:b", "--disk.bytes", str(2 << 30)], None),
     ],
 )
 def test_budgets_are_read(words, rest, budget):
@@ -53,6 +59,8 @@ def test_budgets_are_read(words, rest, budget):
         (["--within", "0"], "--within 0: give a size"),
         (["--within"], "--within : give a size"),
         (["--host", "3"], "--host SIZE needs --within SIZE"),
+        (["--disk", "/nvme"], "--disk /nvme: give DIR:SIZE"),
+        (["--disk=/nvme:much"], "--disk much: give a size"),
         (["--fit", "--within", "3"], "--fit is the memory that the devices have"),
     ],
 )
@@ -80,6 +88,69 @@ def test_the_run_that_is_trained_fits(measured, monkeypatch, capsys):
     fitting = [",".join(f"{name}=1" for name in way) for way in ways if sum(map(KEPT.get, way)) <= 150 - BASE]
     assert sum(KEPT[name] for name in policies_by_layer(model.remat, model.segments)) <= 150 - BASE
     assert flops(model.remat) == pytest.approx(min(map(flops, fitting)))
+
+
+STATE = 60
+
+
+@pytest.fixture
+def with_places(monkeypatch):
+    """Steps that take STATE MiB less where the optimizer state is on the host or on disk."""
+
+    def memory(run: RunConfig) -> tuple[int, int]:
+        layers = sum(KEPT[name] for name in policies_by_layer(run.model.remat, run.model.segments) if name in KEPT)
+        away = run.host.optimizer or bool(run.disk.directory)
+        return (BASE + layers - STATE * away) << 20, 0
+
+    def state(run: RunConfig) -> compile_step.StateBytes:
+        size = STATE << 20
+        return compile_step.StateBytes(size, size * run.host.optimizer, size * bool(run.disk.directory))
+
+    monkeypatch.setattr(compile_step, "step_memory_here", memory)
+    monkeypatch.setattr(compile_step, "state_bytes_here", state)
+    known = Cluster.parse("v6e:1x1")
+    monkeypatch.setattr(memory_budget, "_cluster_here", lambda: known)
+
+
+@pytest.mark.parametrize(
+    ("budget", "place", "remat"),
+    [
+        (MemoryBudget(BASE + 40 << 20, None, ("/nvme", 1 << 30)), "device", "elementwise"),
+        (MemoryBudget(BASE << 20, None, ("/nvme", 1 << 30)), "device", "full"),
+        (MemoryBudget(BASE - 1 << 20, None, ("/nvme", 1 << 30)), "disk", "elementwise"),
+        (MemoryBudget(BASE - 1 << 20, STATE << 20, ("/nvme", 1 << 30)), "host", "elementwise"),
+        (MemoryBudget(BASE - 1 << 20, STATE - 1 << 20, ("/nvme", 1 << 30)), "disk", "elementwise"),
+        (MemoryBudget(BASE - STATE << 20, None, ("/nvme", 1 << 30)), "disk", "full"),
+    ],
+)
+def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, finished, capsys, budget, place, remat):
+    run = fitted_here(dataclasses.replace(runs.run_config(finished), mesh="data=1"), budget)
+    assert run.model.remat == remat
+    assert run.host.optimizer == (place == "host")
+    assert run.disk == (DiskConfig("/nvme", 1 << 30) if place == "disk" else DiskConfig())
+    said = capsys.readouterr().out
+    assert f"{STATE / 1024:.3f} GiB on the device" in said
+    assert ("in the host's memory" in said) == (budget.host is not None and budget.device < BASE << 20)
+    assert ("on disk, twice that" in said) == (place == "disk")
+
+
+def test_a_place_that_is_given_is_kept(with_places, finished):
+    run = dataclasses.replace(runs.run_config(finished), host=HostConfig(optimizer=True))
+    with pytest.raises(UsageError, match="the run says where its optimizer state is"):
+        fitted_here(run, MemoryBudget(1 << 30, None, ("/nvme", 1)))
+
+
+def test_a_step_with_its_state_on_disk_is_measured_without_files(finished, tmp_path):
+    """It takes less than the state in memory, by no more than the state."""
+    run = runs.run_config(finished)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=8))
+    away = dataclasses.replace(run, disk=DiskConfig(str(tmp_path / "files"), window=2))
+    (here, _), (there, _) = compile_step.step_memory_here(run), compile_step.step_memory_here(away)
+    state = compile_step.state_bytes_here(away)
+    whole = compile_step.state_bytes_here(run)
+    assert not (tmp_path / "files").exists()
+    assert 0 < here - there <= whole.device - state.device
+    assert state.disk >= whole.device - state.device
 
 
 def test_what_cannot_be_fitted_is_named(measured, finished):

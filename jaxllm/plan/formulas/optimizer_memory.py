@@ -28,11 +28,16 @@ COUNTER = 4
 
 
 def check_optimizer(run: RunConfig) -> None:
-    """Raises for optimizers without a formula.
+    """Raises for optimizers without a formula, and for states that are on disk.
 
     Raises:
         ConfigError: says what to do instead.
     """
+    if run.disk.directory:
+        raise ConfigError(
+            f'plan: disk.directory = "{run.disk.directory}": how fast the disk of a cluster is, is not known; leave it '
+            "out, or train with --within SIZE --disk DIR:SIZE, which compiles the step."
+        )
     if run.optim.spec.passes != 1:
         passes = run.optim.spec.passes
         said = f"{passes} forward and backward passes a step" if passes else "no backward pass"

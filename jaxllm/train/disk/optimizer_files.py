@@ -8,6 +8,7 @@ Legend: L repeats of a segment's group of layers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +70,9 @@ class ArrayShards(NamedTuple):
         indices: list[Index] = []
         places: list[tuple[jax.Device, int]] = []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
-            own = tuple(slice(*part.indices(n)) for part, n in zip(index or (), shape, strict=True))
+            everything = tuple(slice(None) for _ in shape)
+            found = everything if index is None else index
+            own = tuple(slice(*part.indices(n)) for part, n in zip(found, shape, strict=True))
             if str(own) not in parts:
                 parts[str(own)] = len(indices)
                 indices.append(own)
@@ -167,11 +170,11 @@ class OptimizerFiles:
 
     Attributes:
         units: units of the state in the order of a pass: layers, then what is outside of them.
-        tier: their files.
+        window: most layers in memory.
         counters: numbers of the leaves that stay in memory.
 
     Raises:
-        DiskTierError: the files do not fit.
+        ConfigError: the state is not one of layers.
     """
 
     def __init__(self, config: DiskConfig, abstract: Any):
@@ -201,7 +204,21 @@ class OptimizerFiles:
                 labels[segment] += [f"opt_state{jax.tree_util.keystr(path)}"] * len(shards.parts)
         sizes = {s: [one.part_bytes for one in own.values() for _ in one.parts] for s, own in self._shards.items()}
         self._layouts = [FileLayout(str(unit), labels[unit.segment], sizes[unit.segment]) for unit in self.units]
-        self.tier = DiskTier(Path(config.directory), self._layouts, config.window, config.bytes)
+        self.window, self._config = config.window, config
+
+    @functools.cached_property
+    def tier(self) -> DiskTier:
+        """The files, made when they are first needed.
+
+        Raises:
+            DiskTierError: they do not fit.
+        """
+        return DiskTier(Path(self._config.directory), self._layouts, self.window, self._config.bytes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the files of this process, while no checkpoint reads older ones."""
+        return sum(layout.size for layout in self._layouts)
 
     def leaves(self) -> Any:
         """The optimizer state with ``DiskLeaf`` in the place of arrays, and abstract scalars."""

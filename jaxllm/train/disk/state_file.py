@@ -108,7 +108,7 @@ class StateFile:
         return buffer[:size]
 
     def _transfer(self, call: object, buffer: np.ndarray, offset: int) -> None:
-        rest = memoryview(buffer).cast("B")
+        rest = buffer.data.cast("B")
         while len(rest):
             count = call(self.handle, rest, offset)  # type: ignore[operator]
             if count <= 0:

@@ -13,8 +13,8 @@ from jaxllm.models import Functional
 from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
 from jaxllm.train.disk.optimizer_files import OptimizerFiles
-from jaxllm.train.disk.streamed_step import StreamedPrograms, initial_arrays, streamed_programs
 from jaxllm.train.outer.co2 import co2_step
 from jaxllm.train.outer.compressed_gradients import compressed_gradients
 from jaxllm.train.outer.outer_step import averaging_step, outer_states
@@ -87,9 +87,9 @@ def build_split_step(
     return split_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
 
 
-def build_streamed_step(
+def build_disk_step(
     config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: OptimizerFiles
-) -> StreamedPrograms:
+) -> DiskStepPrograms:
     """Training step of a run with its optimizer state in files, as jitted programs.
 
     Args:
@@ -98,7 +98,7 @@ def build_streamed_step(
         files: of the optimizer state.
     """
     links = step_links(config)
-    return streamed_programs(
+    return disk_step_programs(
         composed_gradients(grads, links, _hooks(config, model)),
         layer_optimizer(config.optim, config.steps),
         config.optim.clip_norm,

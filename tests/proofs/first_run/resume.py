@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ RECIPE = environment.ROOT / "tests" / "recipes" / "tiny_run.py"
 STEPS = 120
 
 
-def start(out: Path, log: Path) -> subprocess.Popen:
+def start(out: Path, log: Path, *words: str) -> subprocess.Popen:
     """``jaxllm train`` in a process of its own."""
-    command = [sys.executable, "-m", "jaxllm.cli", "train", f"{RECIPE}:tiny_run", "--out", str(out)]
+    command = [sys.executable, "-m", "jaxllm.cli", "train", f"{RECIPE}:tiny_run", "--out", str(out), *words]
     # Everything compiled is kept between starts: what is under test is stopping and going on.
     env = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     with log.open("a") as file:
@@ -56,9 +57,11 @@ def unbroken() -> tuple[list[tuple[Any, ...]], dict[str, str]]:
     return rows, leaves
 
 
-def kill_at_random(out: Path, log: Path, rng: random.Random) -> None:
+def kill_at_random(
+    out: Path, log: Path, rng: random.Random, started: Callable[[Path, Path], subprocess.Popen] = start
+) -> None:
     """Starts the run and kills it: mostly between two steps or inside one, sometimes before the first."""
-    process = start(out, log)
+    process = started(out, log)
     metrics = RunDirectory(out / "tiny").metrics
     if rng.random() < 0.15:
         time.sleep(rng.uniform(0, 6))

@@ -32,7 +32,7 @@ from sharding import shardings_of
 Make = Callable[[Any], optax.GradientTransformation]
 
 
-class StreamedPrograms(NamedTuple):
+class DiskStepPrograms(NamedTuple):
     """Programs of a streamed step: jitted, lowered or compiled.
 
     Attributes:
@@ -48,7 +48,7 @@ class StreamedPrograms(NamedTuple):
     finish: Any
 
 
-def streamed_programs(
+def disk_step_programs(
     gradients: Gradients,
     make: Make,
     clip_norm: float | None,
@@ -58,7 +58,7 @@ def streamed_programs(
     reports: Sequence[Report],
     abstract: TrainState,
     files: OptimizerFiles,
-) -> StreamedPrograms:
+) -> DiskStepPrograms:
     """Jitted programs of a step.
 
     Args:
@@ -114,18 +114,18 @@ def streamed_programs(
         return new.params, new.step, new.extras, metrics
 
     outs = (shardings, abstract.step.sharding, shardings_of(abstract.extras), None)
-    return StreamedPrograms(
+    return DiskStepPrograms(
         jax.jit(gradients_and_norms), updates, jax.jit(finish, donate_argnums=0, out_shardings=outs)
     )
 
 
 def lowered_programs(
-    programs: StreamedPrograms, abstract: TrainState, batch: Any, files: OptimizerFiles
-) -> StreamedPrograms:
+    programs: DiskStepPrograms, abstract: TrainState, batch: Any, files: OptimizerFiles
+) -> DiskStepPrograms:
     """The programs, lowered for their arguments; the run's mesh is set.
 
     Args:
-        programs: from ``streamed_programs``.
+        programs: from ``disk_step_programs``.
         abstract: the train state with ``files.leaves()``.
         batch: abstract.
         files: of the optimizer state.
@@ -141,20 +141,20 @@ def lowered_programs(
         updates[segment] = update.lower(*given)
         square = jax.eval_shape(update, *given)[3]
     last = (abstract.params, _ends_of(resident), counters, sums, norms[0], amax, [square] * len(files.units))
-    return StreamedPrograms(programs.gradients.lower(resident, batch), updates, programs.finish.lower(*last))
+    return DiskStepPrograms(programs.gradients.lower(resident, batch), updates, programs.finish.lower(*last))
 
 
-def compiled_programs(lowered: StreamedPrograms, options: dict[str, str] | None) -> StreamedPrograms:
+def compiled_programs(lowered: DiskStepPrograms, options: dict[str, str] | None) -> DiskStepPrograms:
     """Lowered programs, compiled with options of the compiler."""
 
     def compiled(program: Any) -> Any:
         return program.compile(compiler_options=options)
 
     updates = {segment: compiled(update) for segment, update in lowered.updates.items()}
-    return StreamedPrograms(compiled(lowered.gradients), updates, compiled(lowered.finish))
+    return DiskStepPrograms(compiled(lowered.gradients), updates, compiled(lowered.finish))
 
 
-class StreamedStep:
+class DiskStep:
     """Compiled training step with the optimizer state in files, ``(state, batch) -> (state, metrics)``.
 
     Args:
@@ -163,7 +163,7 @@ class StreamedStep:
         score: ``(params, batch) -> batch``, which scores a batch with the reference model; None without one.
     """
 
-    def __init__(self, programs: StreamedPrograms, files: OptimizerFiles, score: Any = None):
+    def __init__(self, programs: DiskStepPrograms, files: OptimizerFiles, score: Any = None):
         self._programs, self._files, self._score = programs, files, score
         self._backwards = False
 
@@ -203,7 +203,7 @@ def initial_arrays(make: Make, logical_axes: dict[str, Any], params: Any, files:
     """Writes the optimizer state before the first step, unit by unit; returns the state with ``DiskLeaf``.
 
     Args:
-        make, logical_axes: as for ``streamed_programs``.
+        make, logical_axes: as for ``disk_step_programs``.
         params: the parameters, on the mesh, which is set.
         files: of the optimizer state.
     """
@@ -254,7 +254,9 @@ def _update_of(
 
     def update(params: Any, grads: Any, norm: Any, counters: Any, arrays: Any, row: Any) -> Any:
         own = layer_row((params, grads), row) if segment else (params, grads)
-        clipped = own[1] if clip_norm is None else jax.tree.map(lambda g: clipped_by(norm, clip_norm, g), own[1])
+        clipped = own[1]
+        if clip_norm is not None:
+            clipped = jax.tree.map(lambda g, most=clip_norm: clipped_by(norm, most, g), clipped)
         counts, rows = iter(counters), iter(arrays)
         state = structure.unflatten([next(counts) if one else next(rows) for one in scalar])
         changes, new = rule.update(clipped, state, own[0])

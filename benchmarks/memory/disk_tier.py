@@ -1,0 +1,112 @@
+"""Full fine-tuning of SmolLM2-135M, its optimizer state in memory and on disk: resident bytes, seconds of a step.
+
+    python -m benchmarks.memory.disk_tier [--directory DIR] [--rows 8] [--length 512] [--steps 3] [--remat elementwise]
+
+Each way runs in a process of its own on one CPU device: the recipe sft_smollm2 with all activations saved and the state
+in memory, then with ``--remat`` and the state in files of ``--directory``. Resident bytes are the peak since before the
+parameters are loaded, less what the process had then (Python, JAX and the compiled program); a step is the median of
+those after the first. The paper's claim is that training beyond memory is nearly as fast (ZeRO-Infinity,
+arXiv:2104.07857): here at most half of the bytes, in at most 1.3 times the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+
+def kib(field: str) -> int:
+    """Memory of this process by a field of /proc/self/status, KiB."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0])
+
+
+def measured(rows: int, length: int, steps: int, remat: str, directory: str) -> dict[str, Any]:
+    """Peak bytes and seconds per step of one way, in this process.
+
+    Args:
+        rows, length: of a batch.
+        steps: at least 2.
+        remat: of the model.
+        directory: of the disk tier; empty: the optimizer state is in memory.
+    """
+    import jax
+
+    from jaxllm.data import Prefetcher
+    from jaxllm.train.disk.config import DiskConfig
+    from jaxllm.train.recovery.resume import start_state
+    from jaxllm.train.run import Run
+    from recipes.sft import sft_smollm2
+
+    recipe = sft_smollm2()
+    with tempfile.TemporaryDirectory() as out:
+        run = Run(
+            replace(
+                recipe,
+                model=replace(recipe.model, remat=remat),
+                data=replace(recipe.data, seq_len=length, batch_size=rows),
+                accumulate=1,
+                disk=DiskConfig(directory),
+                out=out,
+            ),
+            devices=jax.devices()[:1],
+        )
+        step, _ = run.compile_step()
+        before = kib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of compiling does not count
+        seconds, losses = [], []
+        with run.saver() as saver, jax.set_mesh(run.mesh), Prefetcher(run.batches, 0, run.put_batch) as batches:
+            state, _ = start_state(run, saver)
+            for number, batch in batches:
+                began = time.monotonic()
+                state, metrics = step(state, batch)
+                losses.append(float(metrics["loss"]))
+                if run.state_files is not None:
+                    run.state_files.tier.flush()
+                jax.block_until_ready(state.params)
+                seconds.append(time.monotonic() - began)
+                if number + 1 == steps:
+                    break
+    return {"bytes": (kib("VmHWM") - before) * 1024, "seconds": statistics.median(seconds[1:]), "losses": losses}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints both ways side by side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", default=".", help="on the disk of the state's files")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--remat", default="elementwise", help="with the state on disk")
+    parser.add_argument("--one", nargs=2, metavar=("REMAT", "DIRECTORY"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    sizes = args.rows, args.length, args.steps
+    if args.one:
+        print(json.dumps(measured(*sizes, *args.one)))
+        return
+    found = []
+    for remat, directory in (("none", ""), (args.remat, args.directory)):
+        words = [f"--{name}={value}" for name, value in zip(("rows", "length", "steps"), sizes, strict=True)]
+        command = [sys.executable, "-m", "benchmarks.memory.disk_tier", *words, "--one", remat, directory]
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found.append(json.loads(result.stdout.splitlines()[-1]))
+        where = f"in files of {directory}" if directory else "in memory"
+        print(
+            f"optimizer state {where}, model.remat {remat}: {found[-1]['bytes'] / 2**30:.2f} GiB, "
+            f"{found[-1]['seconds']:.1f} s per step, losses {', '.join(f'{x:.4f}' for x in found[-1]['losses'])}",
+            flush=True,
+        )
+    resident, disk = found
+    share, slower = (disk[name] / resident[name] for name in ("bytes", "seconds"))
+    print(f"{share:.2f} of the bytes in {slower:.2f} of the time")
+
+
+if __name__ == "__main__":
+    main()
