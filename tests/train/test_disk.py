@@ -21,8 +21,10 @@ from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
 from jaxllm.train.disk.state_file import BLOCK, DiskTierError, FileLayout, StateFile, aligned_buffer
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import Run
+from jaxllm.train.step.loss_spikes import SpikeConfig
 from tests.optim.kinds import named
 from tests.train.runs import losses, run_config, stopped_at
+from tests.train.test_spikes import batches
 
 LAYERS = 5
 
@@ -108,6 +110,20 @@ def test_a_stopped_run_resumes_with_its_state_elsewhere(tmp_path, begins):
     done = train(config(tmp_path, disk=begins != "on disk"))
     assert done.directory == stopped
     assert same_bits(saved(done.directory), saved(whole.directory))
+
+
+def test_a_rollback_restores_the_files(tmp_path):
+    """A spike at step 9, back to the checkpoint of step 6, other batches from there on."""
+    spikes = SpikeConfig("rollback", window=4, back=2, pass_over=4)
+    ends = []
+    for disk in (False, True):
+        run = config(tmp_path, disk, steps=12, every=3, spikes=spikes, saving="lazy", out=tmp_path / str(disk))
+        with batches():
+            ends.append(train(run).directory)
+    assert same_bits(*map(saved, ends))
+    assert losses(ends[0]) == losses(ends[1])
+    spike, *_ = Checkpointer(ends[1] / "checkpoints", read_only=True).read_meta()["spikes"]
+    assert (spike["step"], spike["from"]) == (9, 6)
 
 
 def test_each_buffer_is_written_once_and_forwarded_ones_are_never_read(tmp_path, opened, monkeypatch):

@@ -118,9 +118,9 @@ def errors(folder: Path, mesh: str) -> dict[str, float]:
     return {"curve": float(np.abs(curve / want_curve - 1).max()), "parameters": float(worst)}
 
 
-def finish(folder: Path, mesh: str) -> dict[str, float]:
+def finish(folder: Path, mesh: str, more: tuple[str, ...] = ()) -> dict[str, float]:
     """Starts all four and lets them finish."""
-    four = Processes(folder, mesh)
+    four = Processes(folder, mesh, more=more)
     assert four.wait() == [0] * PROCESSES, [four.said(rank)[-2000:] for rank in range(PROCESSES)]
     assert "step 12/12" in four.said(0)
     for rank in range(1, PROCESSES):  # one speaks for all
@@ -131,6 +131,13 @@ def finish(folder: Path, mesh: str) -> dict[str, float]:
 def same_curve(folder: Path, mesh: str) -> dict[str, float]:
     """From start to end."""
     return finish(folder, mesh)
+
+
+def state_on_disk(folder: Path, mesh: str) -> dict[str, float]:
+    """From start to end with the optimizer state in files, each process with the shards of its devices."""
+    found = finish(folder, mesh, ("--disk", f"{folder / 'files'}:64MiB"))
+    assert os.listdir(folder / "files") == []
+    return found
 
 
 def lose(folder: Path, rank: int) -> dict[str, float]:
@@ -191,6 +198,7 @@ def miss(folder: Path, rank: int) -> dict[str, float]:
         ("same_curve", TOGETHER),
         ("same_curve", "tensor=8"),
         ("same_curve", "fsdp=4,context=2"),
+        ("state_on_disk", "fsdp=4,context=2"),
         ("lose", 0),
         ("lose", 2),
         ("lose", 3),
