@@ -5,8 +5,8 @@
 Each way runs in a process of its own on one CPU device: the recipe sft_smollm2 with all activations saved and the state
 in memory, then with ``--remat`` and the state in files of ``--directory``. Resident bytes are the peak since before the
 parameters are loaded, less what the process had then (Python, JAX and the compiled program); a step is the median of
-those after the first. Where other programs run, the processors' time says more than the clock. The paper's claim is that training beyond memory is nearly as fast (ZeRO-Infinity,
-arXiv:2104.07857): here at most half of the bytes, in at most 1.3 times the time.
+those after the first. Where other programs run, the processors' time says more than the clock. The target is at most
+half of the bytes in at most 1.3 times the time.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def main(argv: list[str] | None = None) -> None:
         where = f"in files of {directory}" if directory else "in memory"
         print(
             f"optimizer state {where}, model.remat {remat}: {found[-1]['bytes'] / 2**30:.2f} GiB, "
-            f"{found[-1]['seconds']:.1f} s per step ({found[-1]['processor']:.1f} s of processors), losses {', '.join(f'{x:.4f}' for x in found[-1]['losses'])}",
+            f"{found[-1]['seconds']:.1f} s per step ({found[-1]['processor']:.1f} s of processors), "
+            f"losses {', '.join(f'{x:.4f}' for x in found[-1]['losses'])}",
             flush=True,
         )
     resident, disk = found

@@ -39,12 +39,15 @@ class DiskStepPrograms(NamedTuple):
         gradients: ``(state, batch) -> (sums, gradients, norms, amax)``; the norms are that of the metrics, and that
             of gradient clipping.
         updates: by segment, and "" for what is outside of layers: ``(params, gradients, norm, counters, arrays, row)
-            -> (params, arrays, counters, squared norm of the update)``, of that part of the model.
+            -> (new parameters of the unit, arrays, counters, squared norm of the update)``, of that part of the model.
+        puts: by segment: ``(params, new parameters of the unit, row) -> params``, in place. A program of its own: XLA
+            copies stacks that a program both reads in several loops and updates.
         finish: ``(params, state, counters, sums, norm, amax, squares) -> (params, step, extras, metrics)``.
     """
 
     gradients: Any
     updates: dict[str, Any]
+    puts: dict[str, Any]
     finish: Any
 
 
@@ -83,7 +86,7 @@ def disk_step_programs(
     updates = {
         segment: jax.jit(
             _update_of(make(part_of(logical_axes, segment)), clip_norm, abstract.opt_state, segment),
-            donate_argnums=0,
+            donate_argnums=() if segment else 0,
             out_shardings=(
                 part_of(shardings, segment),
                 [one.sharding for one in files.abstract_rows(segment)],
@@ -92,6 +95,12 @@ def disk_step_programs(
             ),
         )
         for segment in dict.fromkeys(unit.segment for unit in files.units)
+    }
+
+    puts = {
+        segment: jax.jit(put_layer_row, donate_argnums=0, out_shardings=part_of(shardings, segment))
+        for segment in updates
+        if segment
     }
 
     def norms(squares: Any) -> Report:
@@ -115,7 +124,7 @@ def disk_step_programs(
 
     outs = (shardings, abstract.step.sharding, shardings_of(abstract.extras), None)
     return DiskStepPrograms(
-        jax.jit(gradients_and_norms), updates, jax.jit(finish, donate_argnums=0, out_shardings=outs)
+        jax.jit(gradients_and_norms), updates, puts, jax.jit(finish, donate_argnums=0, out_shardings=outs)
     )
 
 
@@ -134,14 +143,16 @@ def lowered_programs(
     sums, grads, norms, amax = jax.eval_shape(programs.gradients, resident, batch)
     counters = files.counters_of(abstract.opt_state)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    updates, square = {}, None
+    updates, puts, square = {}, {}, None
     for segment, update in programs.updates.items():
         parts = part_of(abstract.params, segment), part_of(grads, segment)
         given = (*parts, norms[1], counters, files.abstract_rows(segment), number)
         updates[segment] = update.lower(*given)
-        square = jax.eval_shape(update, *given)[3]
+        new, _, _, square = jax.eval_shape(update, *given)
+        if segment:
+            puts[segment] = programs.puts[segment].lower(parts[0], new, number)
     last = (abstract.params, _ends_of(resident), counters, sums, norms[0], amax, [square] * len(files.units))
-    return DiskStepPrograms(programs.gradients.lower(resident, batch), updates, programs.finish.lower(*last))
+    return DiskStepPrograms(programs.gradients.lower(resident, batch), updates, puts, programs.finish.lower(*last))
 
 
 def compiled_programs(lowered: DiskStepPrograms, options: dict[str, str] | None) -> DiskStepPrograms:
@@ -150,8 +161,8 @@ def compiled_programs(lowered: DiskStepPrograms, options: dict[str, str] | None)
     def compiled(program: Any) -> Any:
         return program.compile(compiler_options=options)
 
-    updates = {segment: compiled(update) for segment, update in lowered.updates.items()}
-    return DiskStepPrograms(compiled(lowered.gradients), updates, compiled(lowered.finish))
+    updates, puts = ({s: compiled(one) for s, one in many.items()} for many in (lowered.updates, lowered.puts))
+    return DiskStepPrograms(compiled(lowered.gradients), updates, puts, compiled(lowered.finish))
 
 
 class DiskStep:
@@ -189,6 +200,8 @@ class DiskStep:
             part, new, counters, squares[number] = programs.updates[unit.segment](
                 *parts, norms[1], before, rows, np.int32(unit.row)
             )
+            if unit.segment:
+                part = programs.puts[unit.segment](parts[0], part, np.int32(unit.row))
             params = merged_parts(params, part)
             files.give(number, new)
             del rows, new, parts, part
@@ -263,7 +276,7 @@ def _update_of(
         changed = apply_updates(own[0], changes)
         leaves = jax.tree.leaves(new)
         return (
-            put_layer_row(params, changed, row) if segment else changed,
+            changed,
             [leaf for leaf, one in zip(leaves, scalar, strict=True) if not one],
             [leaf for leaf, one in zip(leaves, scalar, strict=True) if one],
             optax.tree.norm(changes, squared=True),
