@@ -23,6 +23,7 @@ from tests import environment
 from tests.proofs.first_run.resume import STEPS, kill_at_random, outcome, unbroken
 from tests.proofs.first_run.resume import start as start_run
 from tests.proofs.harness import proof
+from tests.proofs.parallelism.processes import finish
 from tests.train.runs import losses, run_config
 
 
@@ -83,6 +84,24 @@ def kills_with_state_on_disk(seed: int) -> None:
         assert code == 0, f"exit status {code}:\n{log.read_text()[-3000:]}"
         assert outcome(out) == expected
     assert len(expected[0]) == STEPS
+
+
+@proof(
+    "offload",
+    cases=["fsdp=4,context=2"],
+    sample=1,
+    float64=True,
+    parallel=False,
+    bound={"curve": 1e-10, "parameters": 1e-10},
+)
+def processes_with_state_on_disk(mesh: str) -> dict[str, float]:
+    """Four processes of two devices, each with the shards of its devices in files of its own, against one process with
+    its state in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder) / "files"
+        found = finish(Path(folder), mesh, ("--disk", f"{files}:64MiB"))
+        assert os.listdir(files) == []
+        return found
 
 
 @proof("offload", count=300, sample=10)
