@@ -22,15 +22,15 @@ MUTANTS = [
     Mutant(
         "context_may_be_exceeded_by_one",
         "jaxllm/serve/generation.py",
-        "            if total > self.backend.max_len:\n",
-        "            if total > self.backend.max_len + 1:\n",
+        "            if (total := len(job.prompt) + new) > self.backend.max_len:\n",
+        "            if (total := len(job.prompt) + new) > self.backend.max_len + 1:\n",
         ("tests/serve/test_fields.py::test_a_context_is_filled_and_not_exceeded",),
     ),
     Mutant(
         "full_context_is_refused",
         "jaxllm/serve/generation.py",
-        "            if total > self.backend.max_len:\n",
-        "            if total >= self.backend.max_len:\n",
+        "            if (total := len(job.prompt) + new) > self.backend.max_len:\n",
+        "            if (total := len(job.prompt) + new) >= self.backend.max_len:\n",
         ("tests/serve/test_fields.py::test_a_context_is_filled_and_not_exceeded",),
     ),
     Mutant(

@@ -133,13 +133,6 @@ def same_curve(folder: Path, mesh: str) -> dict[str, float]:
     return finish(folder, mesh)
 
 
-def state_on_disk(folder: Path, mesh: str) -> dict[str, float]:
-    """From start to end with the optimizer state in files, each process with the shards of its devices."""
-    found = finish(folder, mesh, ("--disk", f"{folder / 'files'}:64MiB"))
-    assert os.listdir(folder / "files") == []
-    return found
-
-
 def lose(folder: Path, rank: int) -> dict[str, float]:
     """Process ``rank`` is killed: the others end in time and name it; a restart finishes the curve."""
     four = Processes(folder, TOGETHER, special={"rank": rank, "step": 6, "signal": "SIGKILL"})
@@ -198,7 +191,6 @@ def miss(folder: Path, rank: int) -> dict[str, float]:
         ("same_curve", TOGETHER),
         ("same_curve", "tensor=8"),
         ("same_curve", "fsdp=4,context=2"),
-        ("state_on_disk", "fsdp=4,context=2"),
         ("lose", 0),
         ("lose", 2),
         ("lose", 3),
