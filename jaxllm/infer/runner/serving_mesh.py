@@ -219,7 +219,8 @@ def fresh(value: Any, there: Any) -> jax.Array:
     """A copy of weights where this shape is; always one, since a training step donates its buffers."""
     if there.format.layout is None:
         return put(value, there.sharding, may_alias=False)
-    if isinstance(value, jax.Array) and value.format.layout == there.format.layout:
+    layout = value.format.layout if isinstance(value, jax.Array) else None  # pyright: ignore[reportAttributeAccessIssue]
+    if layout == there.format.layout:
         value = jnp.copy(value)  # of default layout; ``device_put`` to a sharding would mix up its numbers (jax 0.10.2)
     return relaid(put(value, there.sharding), there)
 
