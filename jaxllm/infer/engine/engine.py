@@ -37,6 +37,7 @@ from jaxllm.infer.chunks.chunk_requests import await_chunks
 from jaxllm.infer.engine import step_inputs, step_outputs
 from jaxllm.infer.engine.candidates import CandidateSelector
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
+from jaxllm.infer.engine.served_adapters import ServedAdapters
 from jaxllm.infer.engine.stream_output import OutputDelta, output_delta
 from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
@@ -44,13 +45,11 @@ from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.page_tiers import PageTiers
 from jaxllm.infer.pools.pool_schedulers import PoolSchedulers
 from jaxllm.infer.pools.pooled_runner import PooledRunner
-from jaxllm.infer.runner.adapter_pool import PackedAdapter
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
-from jaxllm.infer.scheduling.adapter_slots import AdapterSlots
 from jaxllm.infer.scheduling.policies import Policy, Service
 from jaxllm.infer.scheduling.policy_state import PolicyState
 from jaxllm.infer.scheduling.prefix_cache import prefix_salt
@@ -74,7 +73,6 @@ from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.infer.weight_folding import Folding, folding_of
 from jaxllm.models import Functional
 from jaxllm.parallel import distributed
-from jaxllm.peft.adapter import AdapterError
 from jaxllm.text import Tokenizer
 from jaxllm.text.detokenizer import Detokenizer
 from pallas_kernels.paged_attention.retention import by_scores
@@ -137,7 +135,8 @@ class Engine:
         check_proposer(config, proposer)
         self.proposer, self.draft_length = proposer, length_of_drafts(config, runner.params)
         self.adapters = AdapterCatalogue() if adapters is None else adapters
-        self.adapter_slots = self._slots_of_adapters()
+        self._served_adapters = ServedAdapters(self.adapters, runner)
+        self.adapter_slots = self._served_adapters.slots
         self.draft_runs = DraftRuns(config) if config.draft_runs > 1 else None
         windows = [spec.groups[group].window for group in spec.tables]
         rules = [rule for group in spec.groups for rule in group.rules]
@@ -315,7 +314,7 @@ class Engine:
         bad_words, stops = self.check(prompt, params)
         seed = secrets.randbelow(SEEDS) if params.seed is None else params.seed
         request_id = next(self._request_ids)
-        revision = self._revision(adapter) if isinstance(adapter, str) else adapter
+        revision = self._served_adapters.newest(adapter) if isinstance(adapter, str) else adapter
         cache_salt = prefix_salt(self.config, client=salt, adapter="" if revision is None else revision.salt)
         echo = self.tokenizer.prompt_text(prompt) if params.echo and self.tokenizer is not None else ""
         # The tokens at the places of virtual ones are not read; the prompt's own changes no penalty.
@@ -396,10 +395,7 @@ class Engine:
             AdapterError: it is not an adapter of this model; says what and where. Nothing is changed then.
             ValueError: the name is not legal, or the engine serves no adapters.
         """
-        slots, packed = self._check_adapters(), self._packed(source)
-        revision = self.adapters.add(name, source)
-        slots.keep(revision, packed)
-        return revision
+        return self._served_adapters.load({name: source})[0]
 
     def unload_adapter(self, name: str) -> None:
         """Removes an adapter; requests that use it go on to their end. May be called from any thread.
@@ -407,8 +403,7 @@ class Engine:
         Raises:
             AdapterNotFoundError: there is no such adapter.
         """
-        for revision in self.adapters.remove(name):
-            self._check_adapters().drop(revision)
+        self._served_adapters.unload(name)
 
     def rollback_adapter(self, name: str) -> AdapterRevision:
         """Revision before the newest one of an adapter, which the next requests get; may be called from any thread.
@@ -417,32 +412,7 @@ class Engine:
             AdapterNotFoundError: there is no such adapter.
             ValueError: it has no revision before.
         """
-        self._check_adapters()
-        return self.adapters.rollback(name)
-
-    def _slots_of_adapters(self) -> AdapterSlots | None:
-        if (pool := self.runner.adapter_pool) is None:
-            return None
-
-        def load(revision: AdapterRevision) -> PackedAdapter:
-            return self._packed(revision.source)
-
-        return AdapterSlots(pool.slots, pool.columns, pool.pages, load, self.runner.write_adapter)
-
-    def _packed(self, source: Source) -> PackedAdapter:
-        assert self.runner.adapter_pool is not None
-        return self.runner.adapter_pool.pack(self.adapters.read(source))
-
-    def _check_adapters(self) -> AdapterSlots:
-        if self.adapter_slots is None:
-            raise ValueError("this engine serves no adapters: build it with adapter_slots (--adapter-slots).")
-        return self.adapter_slots
-
-    def _revision(self, name: str) -> AdapterRevision:
-        slots, revision = self._check_adapters(), self.adapters.find(name)
-        if (why := slots.failure(revision)) is not None:
-            raise AdapterError(f"the adapter {name!r} cannot be loaded: {why}")
-        return revision
+        return self._served_adapters.rollback(name)
 
     def retention_report(self) -> dict[str, Any]:
         """Entries of the KV cache that have stayed and left so far, and the pages that came back.
@@ -460,15 +430,11 @@ class Engine:
 
     def _end_unreadable(self) -> None:
         """Ends the sequences whose adapter could not be read, with "error"."""
-        if (slots := self.adapter_slots) is None:
+        if not self._served_adapters.collect():
             return
-        slots.collect()
         for sequence in [*self.scheduler.waiting, *self.scheduler.forks]:
-            revision = sequence.request.adapter
-            if revision is None or (why := slots.failure(revision)) is None:
-                continue
-            failure = AdapterError(f"the adapter {revision.name!r} cannot be loaded: {why}")
-            self._cancelled += self._fail(sequence.request, failure)
+            if (failure := self._served_adapters.failure(sequence.request.adapter)) is not None:
+                self._cancelled += self._fail(sequence.request, failure)
 
     def _fail(self, request: Request, failure: Exception) -> list[OutputDelta]:
         """Ends all completions of a request, or of the one that it is a part of, with "error"."""
@@ -557,9 +523,7 @@ class Engine:
                 "engine: the work beside its steps uses these weights; call end_side_work() before swap()."
             )
         if adapter is not None:
-            slots, packed = self._check_adapters(), {name: self._packed(source) for name, source in adapter.items()}
-            for name, source in adapter.items():
-                slots.keep(self.adapters.add(name, source), packed[name])
+            self._served_adapters.load(adapter)
         if params is None:
             return
         self.runner.swap(params if self.folding is None else self.folding.fold(params))
@@ -601,7 +565,7 @@ class Engine:
             out += self._process_result(self._in_flight.popleft())
         elif self.pools and not (plans or out) and self.pools.wait_any(step.result for step in self._in_flight):
             pass  # the next call has something to do
-        elif not (plans or self.paused or out or self.scheduler.idle or self._waits_for_adapter()):
+        elif not (plans or self.paused or out or self.scheduler.idle or self._served_adapters.wait(0.05)):
             raise RuntimeError("the engine has requests but its scheduler found nothing to compute; this is a bug.")
         selected = self._selector.select(out)
         for delta in selected:
@@ -638,10 +602,6 @@ class Engine:
         for step in [step for step in self._in_flight if all(plan.is_stale for plan in step.plans)]:
             step.result.cancel()
             self._in_flight.remove(step)
-
-    def _waits_for_adapter(self) -> bool:
-        """Waits a moment for an adapter that is being read; False if none is."""
-        return self.adapter_slots is not None and self.adapter_slots.wait(0.05)
 
     def _seat(self, replica: int, plan: StepPlan) -> None:
         """Writes the logits-processor state of admitted sequences into their slots."""
