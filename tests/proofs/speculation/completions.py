@@ -109,8 +109,8 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
     family = str(rng.choice(WIDE if way in MESHES else FAMILIES))
     if name in HEADS and way == "tight, swap":  # which features do not go with
         way = "tight, recompute"
-    # Trees and swapped pages go with formats that encode a token by itself.
-    trees, each = name == "tree", name == "tree" or way == "tight, swap"
+    # Trees, swapped pages and tokens over devices go with formats that encode a token by itself.
+    trees, each = name == "tree", name == "tree" or way in ("tight, swap", "context=2")
     refused = lambda form: (each and form.residual) or (way in MESHES and form.orders_channels)  # noqa: E731
     lossy = ("bfloat16", *(form for form in quantised_formats() if not refused(kv_format(form))))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
