@@ -114,6 +114,7 @@ def test_the_version(capsys):
 # What is not there
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -354,6 +355,7 @@ def test_eval_measures_bits_per_byte_beside_a_bigram(finished, capsys):
     assert "5" in capsys.readouterr().err
 
 
+@pytest.mark.drawn(1)
 def test_eval_without_anything_held_out_says_so(finished, tmp_path, capsys):
     directory = stopped_at(finished, 2, heldout_fraction=0.0, out=tmp_path)
     assert run("eval", directory) == 2
@@ -458,6 +460,7 @@ def test_a_conversion_that_is_stopped_leaves_nothing(number, status, finished, t
 # Other forms of a model
 
 
+@pytest.mark.drawn(1)
 def test_convert_says_what_it_wrote(finished, tmp_path, capsys):
     assert run("convert", finished / "runs" / "tiny", tmp_path / "hf", "--to", "hf") == 0
     said = capsys.readouterr().out

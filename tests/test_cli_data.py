@@ -22,6 +22,7 @@ def _folder(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
 
 
+@pytest.mark.drawn(1)
 def test_help_and_mistakes(capsys):
     assert run("data") == 0
     said = capsys.readouterr().out
@@ -46,6 +47,7 @@ def test_help_and_mistakes(capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.drawn(1)
 def test_inspect_and_stats(capsys):
     Path("b.jsonl").write_text(json.dumps({"text": "x"}) + "\n{\n")
     assert run("data", "inspect", "a.jsonl", "b.jsonl", "--skip-bad-records", "--show", "1") == 0
@@ -69,6 +71,7 @@ def test_tokenize_gives_what_training_takes(capsys):
     assert load_tokenizer("a").vocab_size == 300
 
 
+@pytest.mark.drawn(1)
 def test_pack_draws_a_picture(capsys):
     command = ["pack", "a.jsonl", "--tokenizer", "byte", "--seq-len", "256", "--picture", "p.png"]
     assert run("data", *command) == 0

@@ -82,6 +82,7 @@ def test_a_path_in_a_directory_that_exists_is_no_repository(tmp_path, capsys, mo
     assert "hf:runs" not in capsys.readouterr().err
 
 
+@pytest.mark.drawn(1)
 def test_every_recipe_has_a_line_in_the_help(capsys):
     assert run("train", "--help") == 0
     said = capsys.readouterr().out
@@ -117,6 +118,7 @@ def test_help_names_words_and_wraps_descriptions(command, usage, capsys, monkeyp
             assert len(line.rstrip("│ ")) + 1 + len(first) >= len(line) - 3, (line, after)
 
 
+@pytest.mark.drawn(1)
 def test_help_imports_no_jax():
     """Help answers at once: the time of ``import jax`` is several times that of all the rest."""
     names = [name for name in cli.COMMANDS if name not in ("doctor",)]

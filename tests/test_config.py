@@ -70,6 +70,7 @@ def test_json_and_back(config):
     assert from_dict(Outer, data) == config
 
 
+@pytest.mark.drawn(1)
 def test_every_recipe_survives_json():
     for name in cli.recipes():
         config = cli.find_recipe(name)()

@@ -37,6 +37,7 @@ def test_streams_are_what_each_would_be_alone(rng):
     assert [p + g for p, g in zip(prompts, got, strict=True)] == want
 
 
+@pytest.mark.drawn(1)
 def test_a_reader_that_leaves_ends_its_request():
     plain = engines.engine("roomy")
     before = plain.metrics.finished.get("cancelled", 0)

@@ -115,6 +115,7 @@ def test_requests_that_are_refused():
             SamplingParams(cached_chunks=chunks, **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kv_dtype", ["int8", "bfloat16"])
 def test_encoded_pages_are_turned_too(kv_dtype: str):
     """A chunk at the start of a prompt, recomputed from its fifth token on, is as without the cache, to encoding."""

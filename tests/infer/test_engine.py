@@ -46,6 +46,7 @@ def test_random_traffic_is_the_training_forward(way, rng):
     assert engines.error("llama", "float32", made) < 5e-4
 
 
+@pytest.mark.drawn(1)
 def test_equal_seeds_give_equal_tokens_in_any_company(rng):
     """Alone, with others, one token at a time, with pages that are short: a draw is of its seed and its place."""
     asked = SamplingParams(max_tokens=15, seed=5, top_k=9)

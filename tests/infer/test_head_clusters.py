@@ -73,6 +73,7 @@ def test_no_mesh() -> None:
         engines.build(ROOMY, "wide", mesh=jax.make_mesh((2,), ("tensor",)))
 
 
+@pytest.mark.drawn(1)
 def test_swapped_weights_are_folded_alike() -> None:
     rng = np.random.default_rng(0)
     params = with_alike_heads("wide", "float32", 2, rng)

@@ -66,6 +66,7 @@ def test_a_mesh_serves_what_one_device_serves_with_weights_of_another_mesh(rng):
     assert engine.runner.program_cache.counts.late == late  # type: ignore[attr-defined]
 
 
+@pytest.mark.drawn(1)
 def test_an_engine_of_one_device_needs_not_the_mesh_of_its_caller(rng):
     """Built and stepped within a mesh, as a training loop has one; in tight memory, so that pages are copied too."""
     with jax.set_mesh(sharding.MeshSpec.parse("data=8").build()):

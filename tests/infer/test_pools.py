@@ -130,6 +130,7 @@ def test_pages_travel_in_powers_of_two():
     assert [page for some in counted(list(range(45))) for page in some] == list(range(45))
 
 
+@pytest.mark.drawn(1)
 def test_tokens_are_those_of_one_engine(rng, float64):
     plain, apart = both()
     requests = plainly_sampled(rng)
@@ -227,6 +228,7 @@ def test_steps_of_an_engine_land_in_order(float64, monkeypatch):
     equal(engines.serve(apart, requests), want)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_sequences_go_on(float64, rng, preemption):
     """Two sequences that come at once, and together need more pages than the decode pool has."""

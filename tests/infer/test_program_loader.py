@@ -249,6 +249,7 @@ def test_a_step_takes_the_smallest_program_that_is_ready(monkeypatch):
     assert runner.program_cache.counts.late == 0
 
 
+@pytest.mark.drawn(1)
 def test_an_engine_that_is_dropped_is_freed():
     """With its weights and programs, each of which has memory maps of its own, of which a process has few."""
     sizes = EngineConfig(

@@ -100,6 +100,7 @@ def test_commands_refuse_runs_without_stages_before_they_load_a_model(command, c
     assert "draft_runs = 3 are runs in flight through pipeline stages" in capsys.readouterr().err
 
 
+@pytest.mark.drawn(1)
 def test_stages_serve_what_one_device_serves_from_programs_on_disk(rng, float64, tmp_path):
     """Several steps are in flight; weights are swapped; a second engine loads its programs for all stages."""
     requests = plainly_sampled(rng)
@@ -124,6 +125,7 @@ def test_stages_serve_what_one_device_serves_from_programs_on_disk(rng, float64,
     assert {version for one in together for version in one.sequences[0].versions} == {1}
 
 
+@pytest.mark.drawn(1)
 def test_pages_go_to_the_host_and_back(float64):
     config = dataclasses.replace(SMALL, max_sequences=2)
     engine = meshes.over("stage=2", "deep gemma2", config, "float64")
@@ -141,6 +143,7 @@ def test_pages_go_to_the_host_and_back(float64):
         np.testing.assert_array_equal(runner.read(0, group, [3, 2]).data, held.data)
 
 
+@pytest.mark.drawn(1)
 def test_runs_of_drafts_are_plain_decoding(rng, float64):
     """Wrong, right and mixed drafts, with n-grams too; the slots of cancelled requests are used again."""
     oracle = OracleProposer("silent", rng, engines.VOCAB)
@@ -164,6 +167,7 @@ def test_runs_of_drafts_are_plain_decoding(rng, float64):
     equal(engines.serve(engine, requests), want)
 
 
+@pytest.mark.drawn(1)
 def test_runs_behind_a_wrong_token_are_cancelled(rng, float64):
     """By hand: no draft is right, so each token takes the three stages, and no run behind it gets beyond the second."""
     oracle = OracleProposer("silent", rng, engines.VOCAB)

@@ -51,6 +51,7 @@ def test_one_program_serves_any_assignment_of_rows(rng, float64):
     assert run._cache_size() == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("cost", [0, 10**6])
 def test_row_by_row_is_tile_by_tile(rng, float64, monkeypatch, cost):
     """Both ways of the plain implementation give the result of every small case; pages have any number of ranks."""

@@ -99,6 +99,7 @@ def test_equal_for_all_chunks(implementation, window, form, rng, float64):
         done = lens.tolist()
 
 
+@pytest.mark.drawn(1)
 @implementations
 def test_found_pages_are_read_as_they_are(implementation, form, rng, float64):
     """A request goes on after two pages of another: those are encoded for it, though its window would reach them."""
@@ -116,6 +117,7 @@ def test_found_pages_are_read_as_they_are(implementation, form, rng, float64):
     np.testing.assert_allclose(out, want, atol=1e-12)
 
 
+@pytest.mark.drawn(1)
 @implementations
 def test_refused_tokens_are_written_over(implementation, form, rng, float64):
     """Draft tokens of up to a page that a verification refuses: the tokens after them are as if they had never been."""

@@ -41,6 +41,7 @@ def oracle(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, lis
     return out, kept
 
 
+@pytest.mark.drawn(1)
 @implementations
 def test_entries_leave_by_their_scores(implementation, rng, float64):
     """Two requests in chunks that end at multiples of the interval: as one query at a time; entries are in front."""

@@ -34,6 +34,7 @@ def arrays(draws: int) -> tuple[jax.Array, ...]:
     return x, w, dy, jnp.arange(2 * draws, dtype=jnp.uint32).reshape(draws, 2)
 
 
+@pytest.mark.drawn(1)
 def test_the_input_s_gradient_is_exact_and_the_weight_s_is_right_on_average():
     """Over independent projections the mean is off by what its standard error allows, and not by a fifth of that."""
     draws = 4000

@@ -36,6 +36,7 @@ def test_float64_is_float64_in_every_step(float64):
         assert {str(leaf.dtype) for leaf in floats} == {"float64"}
 
 
+@pytest.mark.drawn(1)
 def test_float64_results_carry_float64_digits(float64):
     """A detour through float32 anywhere would show as an error of 1e-7 against the same function run differently."""
     batch = tiny.batch(1, 2, 4, 32, packed=False)
@@ -99,6 +100,7 @@ def test_bfloat16_is_near_float32():
     assert abs(losses[0] - losses[1]) < 0.03 * losses[0]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["dense", "mixture", "latent"])
 def test_parameters_in_compute_dtype_change_no_bit(kind: str):
     """Those that are used in float32 keep it: without routers and gains, a forward pass of these would differ."""

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import sharding
 from jaxllm.infer import empty_cache
@@ -45,6 +46,7 @@ def prefill(config: DecoderConfig, pages: int, invariant: bool = False) -> jax.s
     return step.trace(model.abstract(), ints(1, 8), ints(1, 8), cache)
 
 
+@pytest.mark.drawn(1)
 def test_a_pool_is_not_copied():
     config = decoder(SMALL, "float32")
     pool = config.layers * 400 * 16 * config.blocks[0].attention.kv_spec.elements * 4
@@ -59,6 +61,7 @@ def test_a_batch_invariant_step_is_computed_in_one_way():
     assert ways[0] == ways[1] + 1
 
 
+@pytest.mark.drawn(1)
 def test_prefill_on_a_mesh():
     """Expanded where heads are split, into a cache that holds one of the latent for each shard."""
     config = decoder(SMALL, "float32")

@@ -97,6 +97,7 @@ def test_recomputed_parts_are_named():
     assert any("/layers/attention/rope/" in name for name in names)
 
 
+@pytest.mark.drawn(1)
 def test_matmuls_have_no_name_but_those_of_parts():
     """Every matmul of a layer is in a part, so that a profile has no anonymous ones."""
     for kind in CONFIGS:

@@ -14,6 +14,7 @@ from tests import tiny
 from tests.models.jaxprs import equations
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("mesh", "tied"), [("fsdp=2,tensor=2", True), ("data=1", False)])
 def test_values_and_gradients_are_those_without(mesh, tied, monkeypatch, float64):
     config = tiny.decoder(heads=4, kv_heads=1, head_dim=128, vocab_size=16, tied=tied, remat="full")

@@ -75,6 +75,7 @@ def test_updates_are_the_paper_s(rng, float64):
     assert sum(leaf.size for leaf in arrays) == 2 * (2 * 3 * 8 + 2 * 3 * 6 + 12)
 
 
+@pytest.mark.drawn(1)
 def test_gradients_are_projections_of_the_whole_ones(float64):
     """Of every matrix of a block P^T G, computed by hand from the plain gradients; all others are equal."""
     config = tiny.decoder(layers=3, qk_norm="head", bias="all", tied=False, remat="elementwise")

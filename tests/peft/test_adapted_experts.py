@@ -93,6 +93,7 @@ def test_the_output_matrix_has_no_adapter(tied: bool) -> None:
             adapted_model(model, AdapterConfig("lora", targets=(target,)))
 
 
+@pytest.mark.drawn(1)
 def test_adapters_of_experts_are_merged_and_not_written(tmp_path: Path) -> None:
     """Neither as a file of peft, nor served beside others: they would lose the experts' factors."""
     model, _, params = adapted()

@@ -84,6 +84,7 @@ def test_runs_differ(together: Path) -> None:
     assert len(set(last)) == 3
 
 
+@pytest.mark.drawn(1)
 def test_they_resume_bitwise(finished: Path, together: Path) -> None:
     """Stopped by a signal after four of six steps; one run lacks its last checkpoint, as after a kill between saves."""
     out = finished / "halted_together"

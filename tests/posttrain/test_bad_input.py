@@ -50,6 +50,7 @@ def file_of(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(folder / "own.jsonl")
 
 
+@pytest.mark.drawn(1)
 def test_environments_may_end_before_others(tmp_path):
     """An environment that ends after its first turn, beside one that goes on: each episode has its own turns."""
     prompts = file_of(tmp_path, [{"prompt": "ab", "turns": 1}, {"prompt": "cd", "turns": 3}])

@@ -82,6 +82,7 @@ def test_a_finished_run_leaves_an_adapter(finished: Path, beside: Path) -> None:
         assert checkpointer.steps() == [2, 3]
 
 
+@pytest.mark.drawn(1)
 def test_a_stopped_run_resumes_bit_for_bit(finished: Path, beside: Path) -> None:
     """Stopped half way through its third step, without requests; then resumed beside other requests."""
     config = adapter_config(finished, "stopped")
@@ -104,6 +105,7 @@ def test_a_stopped_run_resumes_bit_for_bit(finished: Path, beside: Path) -> None
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.usefixtures("shared_programs")
 def test_training_continues_a_run_from_beside_serving(finished: Path, beside: Path) -> None:
     """And reaches the same losses; float32 sums in another order."""
@@ -133,6 +135,7 @@ def test_a_run_that_diverges_stops_and_requests_go_on(finished: Path) -> None:
     assert json.loads((finished / "runs/diverged/events.jsonl").read_text().splitlines()[-1])["event"] == "failed"
 
 
+@pytest.mark.drawn(1)
 def test_a_finished_adapter_is_served(finished: Path) -> None:
     config = adapter_config(finished, "served", steps=1)
     llm = served(config, finished, adapter_slots=1, adapter_rank=4)

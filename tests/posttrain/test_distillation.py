@@ -58,6 +58,7 @@ def test_metrics_are_their_definition(family, layers, rng, float64):
         assert all(x is after[path] for path, x in kept.items())
 
 
+@pytest.mark.drawn(1)
 def test_a_draft_is_a_model_that_drafts(tmp_path: Path) -> None:
     """From a run to a directory that `--speculate draft:DIR` loads; completions are those of plain decoding."""
     with runs.shared_programs():

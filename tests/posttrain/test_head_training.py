@@ -166,6 +166,7 @@ def test_settings_are_checked():
             dataclasses.replace(run, **fields)
 
 
+@pytest.mark.drawn(1)
 def test_compiled_programs_are_found_again(tmp_path):
     engine = build("one after the other", "llama", "float32")
     model, params = functional(engines.model_of("llama", "float32")), engines.params_of("llama", "float32")

@@ -74,6 +74,7 @@ def test_they_resume_with_the_same_curves(base: Path, together: Path, tmp_path: 
     assert [row["completion"] for row in first] != [row["completion"] for row in second]
 
 
+@pytest.mark.drawn(1)
 def test_what_does_not_go_together_is_refused(base: Path, tmp_path: Path) -> None:
     def configs(**fields: Any) -> list[PolicyRunConfig]:
         return [dataclasses.replace(one, **fields) for one in policies(tmp_path, base)]

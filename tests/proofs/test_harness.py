@@ -72,6 +72,7 @@ def test_seeds_depend_on_the_seed_only(toy):
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.drawn(1)
 def test_drawn_proof_counts_distinct_examples(toy):
     drawn = []
     assert toy(proofs=[make(drawn.append, count=30, strategy=st.integers(0, 10**6))]) == 0
@@ -100,6 +101,7 @@ def test_listed_cases_run_once_each_and_are_recorded_one_by_one(toy):
     assert case["each"] == {"aa / 1": 2.0, "b / 2": 1.0, "cccc / 3": 4.0}
 
 
+@pytest.mark.drawn(1)
 def test_listed_cases_resume_one_by_one(toy):
     ran = []
 
@@ -115,6 +117,7 @@ def test_listed_cases_resume_one_by_one(toy):
     assert "each" not in toy.record()["cases"][0]  # there are no errors
 
 
+@pytest.mark.drawn(1)
 def test_a_failing_case_is_seen_again_by_its_number(toy, capsys):
     def trial(case):
         assert case != "c", "this one"
@@ -246,6 +249,7 @@ def test_stale_proofs_are_renewed_and_no_others(toy, monkeypatch, capsys):
     assert "all records are current" in capsys.readouterr().out
 
 
+@pytest.mark.drawn(1)
 def test_a_failure_stops_its_trials_but_neither_listed_cases_nor_other_proofs(toy, capsys):
     ran = []
 

@@ -63,6 +63,7 @@ def test_words_are_those_of_compressed_tensors(bits, rng):
     np.testing.assert_array_equal(form.unpack_codes(jnp.asarray(packed)), whole)
 
 
+@pytest.mark.drawn(1)
 def test_a_sharded_model_is_that_of_one_device(rng, float64):
     """Packed by shard, and multiplied by shard: the logits of one device."""
     config = tiny.decoder(embed_dim=64, heads=4, kv_heads=2, head_dim=8, mlp=64, layers=1)

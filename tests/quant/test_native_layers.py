@@ -97,6 +97,7 @@ def test_every_device_multiplies_its_shard(calls, rng):
     np.testing.assert_allclose(got, np.asarray(x) @ np.asarray(split.dense(jnp.float32)), rtol=0, atol=1e-4)
 
 
+@pytest.mark.drawn(1)
 def test_many_rows_and_few_outputs_are_left_to_xla(calls, rng):
     form = CodeGroups(IntGrid(4), 16, -2)
     wide, narrow = (
@@ -134,6 +135,7 @@ else:
 """
 
 
+@pytest.mark.drawn(1)
 def test_a_program_of_another_process_is_loaded(tmp_path):
     """Stored programs call the kernel by its name, under which it has to be registered before."""
     for what in ("write", "read"):

@@ -46,6 +46,7 @@ def test_matmuls_by_expert_are_those_of_dense_experts(grid, sizes, platform, rng
     assert bool(used) == (platform == "tpu" and sizes != "all" and grid.bits in (3, 4, 8))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["expert=2,tensor=2", "fsdp=2,expert=2", "data=2,tensor=2"])
 @pytest.mark.parametrize("length", [1, 6])
 def test_a_mixture_on_a_mesh_is_that_of_one_device(mesh, length, rng, float64):

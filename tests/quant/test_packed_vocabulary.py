@@ -82,6 +82,7 @@ def test_other_rows_are_not_dequantised():
     assert max(sizes) <= 4 * 16
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("tied", "mesh"), [(True, "tensor=4"), (False, "fsdp=2,tensor=2"), (True, "data=2,fsdp=2")])
 def test_a_sharded_vocabulary_is_that_of_one_device(tied, mesh, float64):
     """With a soft cap; every device holds its part of the rows, and packs it by itself."""

@@ -92,6 +92,7 @@ def numpy_reader(path: Path) -> dict[str, torch.Tensor]:
     return out
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("layout", "bits", "symmetric"), LAYOUTS)
 def test_another_reader_has_the_same_logits(layout, bits, symmetric, source, tmp_path):
     """A reader in numpy that shares no code with ours, and transformers' forward pass."""

@@ -82,6 +82,7 @@ def theirs(path: Path) -> np.ndarray:
         return model(torch.tensor([IDS[:LENGTH]])).logits.numpy()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "config",
     [QuantiseConfig("gptq", 4, 16), QuantiseConfig("awq", 4, 16), QuantiseConfig("smoothquant", 8, 0),
@@ -199,6 +200,7 @@ def test_a_budget_of_bits_is_spent_by_layer(source, tmp_path):
         dataclasses.replace(base, budget=1.5)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("table", "method"), [("lut4", "learned_scales"), ("lut3", "gptq"), ("nf4", "rtn")])
 def test_lookup_tables_stay_packed(table, method, source, tmp_path):
     config = QuantiseConfig(method, 8, 16, None, ROWS, LENGTH, table)

@@ -43,6 +43,7 @@ def dense(params: Any) -> Any:
     return jax.tree.map(lambda x: x.dense(np.float64) if is_packed(x) else x, params, is_leaf=is_packed)
 
 
+@pytest.mark.drawn(1)
 def test_matrices_are_rounded_by_half_a_step_at_most(float64):
     params = quick.params(CONFIG, scale=0.5)
     kept = pack_params(MODEL, jax.tree.map(jnp.asarray, params), "nibbles")

@@ -41,6 +41,7 @@ def check(mesh, function, plain, arguments, specs, out, rng):
         assert np.linalg.norm(a - b) <= 1e-13 * max(np.linalg.norm(b), 1.0)
 
 
+@pytest.mark.drawn(1)
 @rings
 def test_gathered_products(size, rng, float64):
     x, up, heads = rng.normal(size=(2, 3 * size, 5)), rng.normal(size=(5, 4 * size)), rng.normal(size=(5, 2 * size, 3))

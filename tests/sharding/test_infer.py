@@ -31,6 +31,7 @@ def paths(params):
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sharded_loss_is_that_of_one_device(family, float64, rng):
     """And its gradients; a device has a quarter of the matrices' bytes, and little else."""
@@ -54,6 +55,7 @@ def inference_error(model, size: int = 4) -> float:
     return max(abs(float(loss / want) - 1), max(jax.tree.leaves(apart)) / largest)
 
 
+@pytest.mark.drawn(1)
 def test_the_program_sums_once_after_each_fan_in(rng):
     """Two sums a layer, as Megatron's tensor parallelism has them, and those of the vocabulary."""
     from jaxllm.compiler import collectives

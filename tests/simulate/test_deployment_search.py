@@ -167,6 +167,7 @@ def test_the_cheapest_mix_is_brute_forces(rng):
         assert found.dollars_per_hour <= min(one_kind)
 
 
+@pytest.mark.drawn(1)
 def test_a_mix_serves_what_it_was_made_for():
     """Short and long requests: replayed in the simulator, the mix meets the objective that it was made for."""
     requests = [TraceRequest(n / 40, 16 if n % 4 else 400, 8) for n in range(40)]
@@ -194,6 +195,7 @@ def test_a_mix_serves_what_it_was_made_for():
         cheapest_mix([9.0], np.ones((1, 1)), [1.0], available=[3])
 
 
+@pytest.mark.drawn(1)
 def test_the_command_plans(capsys):
     argv = ["plan", "quickstart", "--serve", "--on", "h100:2,h100:1", "--trace", "poisson:20", "--lengths", "60/8"]
     argv += ["--requests", "6", "--budgets", "256", "--price", "h100=2", "--users-at", "256"]

@@ -29,6 +29,7 @@ def pools(**sizes) -> DisaggregatedPools:
     return DisaggregatedPools(one, one)
 
 
+@pytest.mark.drawn(1)
 def test_phases_are_apart_and_tokens_are_conserved():
     trace = make_trace("poisson:400", lengths="100/20", count=30)
     found = simulate_pools(pools(), trace)
@@ -89,6 +90,7 @@ def test_splits_use_all_devices():
     assert [one.engines for one in colocated(deployment("h100:1x4"))] == [4, 2, 1]
 
 
+@pytest.mark.drawn(1)
 def test_placements_are_by_goodput_per_device():
     trace = make_trace("uniform:200", lengths="100/4", count=6)
     ways = [pools(), next(colocated(deployment()))]
@@ -123,6 +125,7 @@ def test_mixed_splits_are_of_one_kind_or_two():
     assert all(one.devices <= 2 for one in found)
 
 
+@pytest.mark.drawn(1)
 def test_the_cheapest_pools_are_those_of_all():
     trace = make_trace("poisson:3000", lengths="100/6", count=16)
     ways = list(mixed_splits(deployment(), priced(h100=2.0, a100=1.1), most=3))

@@ -65,6 +65,7 @@ def test_a_drawn_pair_runs_or_is_refused(draw, rng):
     check_pair(int(rng.integers(2**31)))
 
 
+@pytest.mark.drawn(1)
 def test_a_lowered_rate_moves_a_trainable_subset():
     """Updates of a subset have no leaves for the other parameters, and are scaled nevertheless."""
     found = outcome("lowered rate", "trainable subset")

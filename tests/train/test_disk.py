@@ -70,6 +70,7 @@ def files_of(run: Run):
     return run.state_files
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("saving", ["blocking", "lazy"])
 def test_a_run_is_the_same_to_the_bit(tmp_path, saving):
     plain = train(config(tmp_path, disk=False, out=tmp_path / "plain"))
@@ -101,6 +102,7 @@ def test_other_optimizers_and_meshes(tmp_path, kind, fields):
     assert [x.shape for x in jax.tree.leaves(ours)] == [x.shape for x in jax.tree.leaves(theirs)]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("begins", ["on disk", "in memory"])
 def test_a_stopped_run_resumes_with_its_state_elsewhere(tmp_path, begins):
     """The checkpoint of a state on disk is that of the state in memory."""
@@ -112,6 +114,7 @@ def test_a_stopped_run_resumes_with_its_state_elsewhere(tmp_path, begins):
     assert same_bits(saved(done.directory), saved(whole.directory))
 
 
+@pytest.mark.drawn(1)
 def test_a_rollback_restores_the_files(tmp_path):
     """A spike at step 9, back to the checkpoint of step 6, other batches from there on."""
     spikes = SpikeConfig("rollback", window=4, back=2, pass_over=4)
@@ -150,6 +153,7 @@ def test_each_buffer_is_written_once_and_forwarded_ones_are_never_read(tmp_path,
         )
 
 
+@pytest.mark.drawn(1)
 def test_a_checkpoint_is_of_its_step_while_later_steps_write(tmp_path, opened, monkeypatch):
     """Saves that are so slow that the next steps update every layer meanwhile."""
     create, slow = LocalFiles.create, []
@@ -193,6 +197,7 @@ def failing_from(count, error):
     return wrap
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
@@ -214,6 +219,7 @@ def test_a_disk_that_fails_is_named_and_the_run_resumes(tmp_path, monkeypatch, c
     assert same_bits(saved(done.directory), saved(whole.directory))
 
 
+@pytest.mark.drawn(1)
 def test_a_flipped_bit_is_named_and_the_last_checkpoint_is_intact(tmp_path, monkeypatch):
     taken = DiskTier.take
 

@@ -79,6 +79,7 @@ def test_eval_measures_with_the_models_tokenizer(tmp_path: Path, begin: Path, ca
     assert "bits per byte" in capsys.readouterr().out.split("held-out tokens")[1]
 
 
+@pytest.mark.drawn(1)
 def test_another_tokenizer_beside_a_run_is_refused(tmp_path: Path, begin: Path) -> None:
     assert train(config(tmp_path, begin)).complete
     first = tmp_path / "runs" / "tiny"

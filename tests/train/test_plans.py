@@ -67,6 +67,7 @@ def test_equals_one_device(mesh, plan, accumulate, rng, float64):
     assert tiny.leaf_error(many, one) < 1e-10
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_experts_with_room_for_all_rows_equal_one_device(remat, rng, float64):
     """A capacity is of a shard: where it drops nothing, the shards together do what one device does."""

@@ -95,6 +95,7 @@ def test_metrics_say_what_happened():
     assert np.median(moved[np.abs(grads["head"]["weight"]) > 1e-4]) == pytest.approx(0.1 / 4, rel=1e-3)
 
 
+@pytest.mark.drawn(1)
 def test_the_state_keeps_its_shardings_and_the_program_compiles_once():
     on = ready("fsdp_tp")
     with jax.set_mesh(on.mesh):

@@ -43,6 +43,7 @@ def test_none_is_watched_for_zero_seconds():
         ObserveConfig(stalled_after=-1)
 
 
+@pytest.mark.drawn(1)
 def test_the_loop_names_its_step(tmp_path, monkeypatch, capfd, shared_programs):
     """A step that takes longer than allowed is named on stderr, and the run goes on."""
     from tests.train.runs import run_config

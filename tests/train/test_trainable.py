@@ -220,6 +220,7 @@ def test_what_cannot_be_is_refused_by_name():
     fitting_mesh(config, functional(config.model), 8)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["sophia", "lomo", "adalomo", "schedule_free"])
 def test_steps_of_their_own_update_the_subset(kind):
     """The chosen parameters move as they do when all are trained; the others keep every bit, and have no state."""

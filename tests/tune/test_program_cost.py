@@ -37,6 +37,7 @@ def test_a_program_is_the_sum_of_its_operations():
     np.testing.assert_allclose(logs[1] - logs[0], np.log(2), rtol=1e-5)
 
 
+@pytest.mark.drawn(1)
 def test_the_model_learns_costs_that_the_text_determines(rng):
     sizes = rng.choice((16, 32, 48, 64, 96, 128, 192, 256, 384, 512), (100, 3))
     model, error = program_cost.train_and_test([product(*map(int, one)) for one in sizes], 300)
