@@ -4,15 +4,17 @@ A policy says what becomes of the values of a layer between the passes, so the n
 determines for how many layers each value is retained: a few integers per segment of the model instead of a choice for
 every value of every layer. This is a small integer program, minimal time under a memory bound, as Moccasin states
 rematerialisation with retention intervals (arXiv:2304.14463, section 2), with ProTrain's third choice for a block,
-which is to move its activations to the host (arXiv:2406.08334). Copies cost what the passes beside them do
-not hide. Sizes are measured by the compiler: the step is compiled with each named policy for all layers, then with the
-solution; the difference between the solution's program and the sum of its parts corrects the bounds for another try.
+which is to move its activations to the host (arXiv:2406.08334), of all tokens or of MEMO's share of them
+(arXiv:2407.12117). Copies cost what the passes beside them do not hide. Sizes are measured by the compiler: the step is
+compiled with each named policy for all layers, then with the solution; the difference between the solution's program
+and the sum of its parts corrects the bounds for another try.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,6 +38,8 @@ what saves most.
 HOSTED = ("offload:0", "offload")
 """Policies that move activations to the host: of a part of a layer, and all; these layers come first, so that their
 copies have the longest time to arrive."""
+SHARE = 1 / 16
+"""Steps of the share of tokens whose matmul results are moved to the host."""
 CLOSE = 0.95
 """Fraction of a budget beyond which no better solution is tried."""
 TRIES = 5
@@ -156,8 +160,10 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
     def seconds(one: RematCandidate) -> float:
         return one.flops if host is None else one.flops * host.seconds_per_flop + one.exposed
 
-    names = NAMED if host is None else (*HOSTED, *NAMED)
-    named = {name: measured(name) for name in names}
+    named = {name: measured(name) for name in (NAMED if host is None else (*HOSTED, *NAMED))}
+    if host is not None and (share := hidden_share(named["offload:0"], named["offload"], host, forward)):
+        name = f"offload:{share:g}"
+        named = {name: measured(name)} | named
     found = {name: one for name, one in named.items() if fits(one)}
     if not found and (host is None or min(one.bytes for one in named.values()) > budget):
         raise _nothing_fits(named, budget, host)
@@ -192,6 +198,21 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
         raise _nothing_fits(named, budget, host)
     remat = min(found, key=lambda one: (seconds(found[one]), -found[one].bytes))
     return RematSolution(remat, found[remat], named, tried)
+
+
+def hidden_share(none: RematCandidate, whole: RematCandidate, host: HostTier, forward: float) -> float:
+    """Share of each row's tokens whose matmul results move to the host: the most that the forward pass hides and the
+    host holds (MEMO, arXiv:2407.12117, section 4.1), in steps of ``SHARE``; 0 where that is none, or all.
+
+    Args:
+        none, whole: all layers with "offload:0" and with "offload".
+        host: the host's memory and its link.
+        forward: FLOPs per token of a forward pass, which copies out overlap.
+    """
+    least, most = none.host, whole.host
+    hidden = forward * host.seconds_per_flop / host.seconds_per_byte if host.seconds_per_byte else float("inf")
+    share = (min(hidden, host.bytes) - least) / max(1, most - least)
+    return math.floor(share / SHARE) * SHARE if SHARE <= share < 1 else 0.0
 
 
 def _nothing_fits(named: Mapping[str, RematCandidate], budget: int, host: HostTier | None) -> RematError:

@@ -10,9 +10,20 @@ import pytest
 
 from jaxllm.data import DataConfig
 from jaxllm.models import MlpConfig
-from jaxllm.models.remat import RematError, policies_by_layer
+from jaxllm.models.remat import RematError, offloaded_share, policies_by_layer
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.remat_solver import HOSTED, NAMED, HostTier, LayerCost, StepBytes, solve, solve_policies
+from jaxllm.plan.remat_solver import (
+    HOSTED,
+    NAMED,
+    SHARE,
+    HostTier,
+    LayerCost,
+    RematCandidate,
+    StepBytes,
+    hidden_share,
+    solve,
+    solve_policies,
+)
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
 from tests import tiny
@@ -88,7 +99,10 @@ def config(layers: int) -> RunConfig:
 def measure_of(run: RunConfig):
     def measure(remat: str) -> StepBytes:
         layers = policies_by_layer(remat, run.model.segments)
-        return StepBytes(BASE + sum(DEVICE[name] for name in layers), sum(HOST[name] for name in layers))
+        shares = {name: offloaded_share(name) for name in layers}
+        device = sum(DEVICE[name if shares[name] is None else "offload"] for name in layers)
+        host = sum(40 + 70 * share for name in layers if (share := shares[name]) is not None)
+        return StepBytes(BASE + device, int(host))
 
     return measure
 
@@ -100,13 +114,36 @@ def test_layers_move_to_the_host_where_copies_are_hidden():
         solved = solve(run, BASE - 50, measure_of(run), HostTier(900, seconds_per_byte, 1e-9))
         assert solved.chosen.bytes <= BASE - 50
         layers = policies_by_layer(solved.remat, run.model.segments)
-        assert sum(name in HOSTED for name in layers) == offloaded, solved.remat
+        assert sum(offloaded_share(name) is not None for name in layers) == offloaded, solved.remat
         assert (solved.chosen.exposed == 0) == (seconds_per_byte == 0)
         assert ("full" in layers) == (seconds_per_byte > 0)
     with pytest.raises(RematError, match=r"at least 0.000 by any policy.*with 0.000 GiB of the host"):
         solve(run, BASE - 50, measure_of(run), HostTier(90, 0.0, 1e-9))
     with pytest.raises(RematError, match="with every block computed again"):
         solve(run, BASE - 50, measure_of(run))
+
+
+def test_a_share_of_the_tokens_moves_where_all_of_them_do_not_fit():
+    """MEMO's share: the most, by sixteenths, that the host holds and a forward pass hides."""
+    run = config(8)
+    measure, room = measure_of(run), 8 * (40 + 70 / 4)
+    solved = solve(run, BASE - 150, measure, HostTier(int(room), 0.0, 1e-9))
+    assert solved.remat == "offload:0.25"
+    assert solved.chosen.host == room
+    assert solved.chosen.flops < solved.named["offload:0"].flops
+
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        none, whole = (RematCandidate(0, 0.0, int(bytes_)) for bytes_ in sorted(rng.integers(0, 1000, 2)))
+        tier = HostTier(int(rng.integers(0, 1000)), float(rng.uniform(0, 2)), 1.0)
+        forward = float(rng.uniform(0, 1000))
+        fit = [
+            share
+            for share in np.arange(0, 1.01, SHARE)
+            for there in [none.host + share * (whole.host - none.host)]
+            if there <= tier.bytes and there * tier.seconds_per_byte <= forward
+        ]
+        assert hidden_share(none, whole, tier, forward) == (0.0 if not fit or fit[-1] == 1 else fit[-1])
 
 
 def test_the_tier_of_a_cluster():
