@@ -18,6 +18,7 @@ from jaxllm.infer.scheduling.policy_state import PolicyState
 from jaxllm.infer.scheduling.replica_schedulers import ReplicaSchedulers
 from jaxllm.infer.scheduling.scheduler import Scheduler
 from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.speculate.draft_length import FixedDraftLength
 from jaxllm.models import functional
 from jaxllm.models.attention_context import KVSpec
 from tests import quick
@@ -25,6 +26,7 @@ from tests.infer import engines
 from tests.infer.engines import LONGEST
 from tests.infer.meshes import over
 from tests.infer.paper import PaperRunner
+from tests.infer.proposers import OracleProposer
 
 SIZES = dataclasses.replace(engines.ENGINES["tight, swap"], max_sequences=2, max_batched_tokens=8, buckets=(8,))
 
@@ -143,6 +145,42 @@ def test_replicas_share_the_load_and_find_what_they_know(rng):
         replicas.finish(sequence)
     assert replicas.idle
     assert all(pages.available == pages.count for pages in replicas.pages)
+
+
+def test_replicas_run_equally_many_steps_whenever_drafting_begins(rng):
+    """Lengths of drafts are chosen once a step: where one replica drafts, none decodes several steps."""
+    asked: list[int] = []
+
+    class Lengths(FixedDraftLength):
+        def counts(self, sequences: list[Sequence]) -> dict[Sequence, int]:
+            asked.append(len(sequences))
+            return super().counts(sequences) if rng.random() < 0.3 else {}
+
+    config = EngineConfig(
+        max_sequences=4, max_batched_tokens=64, max_len=LONGEST, page_size=8, pages=40, decode_steps=4, verify_tokens=2
+    )
+    state, oracle = PolicyState(), OracleProposer("silent", rng, 99)
+    oracle.propose = lambda sequence, count: [0] * count
+
+    def one() -> Scheduler:
+        return Scheduler(config, [None], [40], 8, 8, state, proposer=oracle, draft_length=Lengths(2))
+
+    replicas, seen = ReplicaSchedulers(config, one, 2, state), set[tuple[int, bool]]()
+    for sequence in queued(replicas, rng.integers(0, 99, (4, 8)).tolist()):
+        sequence.request.params = SamplingParams(max_tokens=50)
+    for _ in range(12):
+        asked.clear()
+        plans = replicas.plans()
+        chunks = [(plan.steps, chunk) for plan in plans for chunk in plan.chunks]
+        assert len(asked) == 2
+        assert len({steps for steps, _ in chunks}) == 1
+        seen.add((chunks[0][0], any(chunk.proposed for _, chunk in chunks)))
+        for steps, chunk in chunks:  # all drafts are refused
+            sequence, refused = chunk.sequence, len(chunk.proposed)
+            sequence.pending -= steps + refused
+            replicas.settle(sequence, refused)
+            sequence.tokens += [0] * steps
+    assert seen == {(1, False), (4, False), (1, True)}
 
 
 @pytest.mark.drawn(0.3)

@@ -92,6 +92,7 @@ class Scheduler:
         self.draft_runs = draft_runs
         self.draft_length = draft_length or FixedDraftLength(config.verify_tokens)
         self._draft_counts: dict[Sequence, int] = {}
+        self._drafts_chosen = False  # for the next plan
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
         self.rules = rules or [None] * len(windows)
         self._intervals = [None if (rule := by_scores(one)) is None else rule.interval for one in self.rules]
@@ -148,8 +149,9 @@ class Scheduler:
 
     @property
     def next_steps(self) -> int:
-        """Number of decode steps that the next plan can have."""
+        """Number of decode steps that the next plan can have; one if it drafts, which is decided here."""
         self._choose_drafts()
+        self._drafts_chosen = True
         return self._decode_steps(*self._decodes_and_prefills(self.running))
 
     def plan(self) -> StepPlan | None:
@@ -169,7 +171,9 @@ class Scheduler:
                 if sequence.holds:
                     # It may find more than before, because other sequences have advanced.
                     self.hit_tokens += self._prefix_cache.reuse(sequence)
-        self._choose_drafts()
+        if not self._drafts_chosen:
+            self._choose_drafts()
+        self._drafts_chosen = False
         decodes, prefills = self._decodes_and_prefills(sorted(self.running, key=lambda s: s.rank))
         if self.config.stages > 1 and self.draft_runs is None:
             decodes = self._micro_batch(decodes)

@@ -13,7 +13,6 @@ import scipy.stats
 from jaxllm.infer import Engine, SamplingParams
 from jaxllm.infer.engine.engine_metrics import EngineMetrics
 from jaxllm.infer.grammar import Grammar
-from jaxllm.infer.scheduling.scheduler import Scheduler
 from jaxllm.infer.scheduling.sequence import Request
 from jaxllm.infer.speculate.draft_head import FUSIONS
 from jaxllm.infer.speculate.draft_length import AdaptiveDraftLength, DraftLength, FixedDraftLength
@@ -64,10 +63,9 @@ def build(way: str, family: str, *, tokenizer: Any = None, **fields: Any) -> Eng
 
 def speculate(engine: Engine, proposer: Any, length: DraftLength) -> None:
     """Gives an engine a proposer and lengths of drafts."""
-    scheduler = engine.scheduler
-    assert isinstance(scheduler, Scheduler)
-    engine.proposer = scheduler.proposer = proposer
-    engine.draft_length = scheduler.draft_length = length
+    engine.proposer, engine.draft_length = proposer, length
+    for scheduler in getattr(engine.scheduler, "schedulers", [engine.scheduler]):  # of replicas
+        scheduler.proposer, scheduler.draft_length = proposer, length
     engine.metrics = EngineMetrics()
 
 
