@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxllm.compiler import hbm_traffic, hlo
+from jaxllm.compiler import arena, hbm_traffic, hlo
 
 KINDS = (
     "saved for the backward pass",
@@ -122,6 +122,10 @@ class LiveMemory:
     def peak_bytes(self) -> int:
         """Live bytes at the fullest step."""
         return int(self.total.max(initial=0))
+
+    def packed(self) -> arena.Packing:
+        """A greedy packing of all buffers into one block, in the order of ``buffers``."""
+        return arena.pack([arena.LiveRange(one.bytes, one.first, one.last) for one in self.buffers])
 
     def at_peak(self) -> dict[str, int]:
         """Live bytes by kind at the fullest step, largest first."""

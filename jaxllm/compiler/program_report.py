@@ -117,7 +117,7 @@ class ProgramReport:
         parts = [head, self._tiles(), "<h2>Memory of a device</h2>", self._memory()]
         if self.timeline is not None:
             parts += ["<h2>Time</h2>", self._time()]
-            parts += ["<h2>KernelTable</h2>", self._kernels()]
+            parts += ["<h2>Kernels</h2>", self._kernels()]
         parts += ["<h2>Collectives</h2>", self._collectives()]
         return parts
 
@@ -144,7 +144,7 @@ class ProgramReport:
         notes = []
         if self.program.unknown:
             named = ", ".join(f"{name} ({times} runs)" for name, times in sorted(self.program.unknown.items()))
-            notes.append(f"KernelTable that do not say what they cost, counted as nothing: {named}.")
+            notes.append(f"Kernels that do not say what they cost, counted as nothing: {named}.")
         if self.program.unknown_loops:
             notes.append(f"{self.program.unknown_loops} loops of unknown length are counted as one turn.")
         if self.rates is not None:
@@ -173,9 +173,12 @@ class ProgramReport:
             for buffer in memory.largest(12)
         ]
         fullest = (report.argument_bytes + memory.peak_bytes) / GIB
+        packed = memory.packed().bytes
         said = (
             f"Live ranges give {fullest:.3f} GiB at the fullest step; the compiler allocates "
-            f"{report.total_bytes / GIB:.3f}, of which {report.temp_bytes / GIB:.3f} are temporaries."
+            f"{report.total_bytes / GIB:.3f}, of which {report.temp_bytes / GIB:.3f} are temporaries. Beside the "
+            f"arguments, {memory.peak_bytes / GIB:.3f} GiB are live at once; placed one by one in a block, these "
+            f"arrays take {packed / GIB:.3f}."
         )
         return (
             f"<figure>{picture}{program_charts.legend(colors)}</figure><p class=soft>{said}</p>"
