@@ -93,6 +93,7 @@ def test_subtasks_that_leave(finished, capsys):
         (("generate", "smollm2", "--prompt", "x", "--subtasks-kept", "2"), "--subtasks-kept is for --subtask-markers"),
         (("eval", "smollm2", "--kv-format", "int4"), "--kv-format and --kv-keep are for --needle and --tasks"),
         (("eval", "smollm2", "--needle", "--limit", "3"), "--needle goes with"),
+        (("eval", "smollm2", "--needle", "--policy", "grouped"), "--policy is for --tasks"),
     ],
 )
 def test_what_is_refused_before_a_model_is_loaded(words, said, capsys):

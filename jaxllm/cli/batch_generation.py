@@ -18,7 +18,7 @@ _SECONDS = 0.2
 """Time between two progress lines on a terminal; elsewhere, a line is written every 100 times as long."""
 
 
-def generate_batch(source: Path, out: Path, name: str, load: Callable[[], LLM]) -> int:
+def generate_batch(source: Path, out: Path, name: str, load: Callable[[], LLM], ahead: int = 0) -> int:
     """Answers the requests of a file; returns the exit status, 1 if a line could not be answered.
 
     Args:
@@ -26,6 +26,7 @@ def generate_batch(source: Path, out: Path, name: str, load: Callable[[], LLM]) 
         out: file of the answers.
         name: name of the model in requests.
         load: loads the model; it is called once the files are found in order.
+        ahead: lines that the engine is given beyond those that it runs, see ``run_offline``.
 
     Raises:
         UsageError: a file is missing or in the way, or an extra is not installed.
@@ -42,7 +43,8 @@ def generate_batch(source: Path, out: Path, name: str, load: Callable[[], LLM]) 
         lines, journal = open_batch(paths)
     except DataError as error:
         raise UsageError(f"--batch: {error}") from None
-    ended = run_offline(lines, journal, paths, ServeConfig(name=name), backend_factory(load), _progress_writer())
+    config = ServeConfig(name=name, queue=max(ServeConfig.queue, ahead))
+    ended = run_offline(lines, journal, paths, config, backend_factory(load), _progress_writer(), ahead)
     print(f"{ended.completed} of {ended.total} requests answered: {out}", file=sys.stderr)
     if ended.failed:
         print(f"{ended.failed} requests failed: {paths.errors}", file=sys.stderr)

@@ -10,8 +10,10 @@ from jaxllm.infer.scheduling.policies import (
     Deadline,
     Fair,
     FirstCome,
+    Grouped,
     Job,
     LengthPredictor,
+    Packed,
     Priority,
     Service,
     Shortest,
@@ -20,6 +22,7 @@ from jaxllm.infer.scheduling.policies import (
     raise_new_key,
     revise_prediction,
 )
+from jaxllm.infer.scheduling.prefix_groups import prefix_groups
 
 
 def job(number: int, arrived: float, ttft: float | None, prompt: int = 10, **fields: Any) -> Job:
@@ -107,3 +110,50 @@ def test_step_times_are_a_line(rng):
     assert times.tokens_within(0.013 + 1e-6, 1, 99) == 20
     assert times.tokens_within(1e-3, 4, 99) == 4
     assert times.tokens_within(1.0, 4, 99) == 99
+
+
+def paged(number: int, text: str, predicted: float = 1.0, **fields: Any) -> Job:
+    """Job whose prompt has a page for each letter."""
+    digests = [text[: end + 1].encode() for end in range(len(text))]
+    return Job(number, 0.0, [0] * len(text), predicted=predicted, pages=digests, **fields)
+
+
+def grouped(jobs: list[Job], policy: Grouped | None = None) -> list[int]:
+    return (policy or Grouped()).order(View(0.0, jobs, groups=prefix_groups({job.id: job.pages for job in jobs})))
+
+
+def test_groups_are_of_the_prefixes_that_save_the_most():
+    """Instructions "a" before two documents: a prefix of three pages for each saves 2 x 3, "a" for all four only 3."""
+    prompts = {0: "abc1", 1: "ade1", 2: "abc2", 3: "ade2", 4: "q", 5: "az"}
+    rows = {one: [text[: end + 1].encode() for end in range(len(text))] for one, text in prompts.items()}
+    found = {group.members: group.pages for group in prefix_groups(rows)}
+    assert found == {(0, 2): 3, (1, 3): 3, (4,): 0, (5,): 1}
+    assert prefix_groups({}) == []
+
+
+def test_groups_that_generate_much_come_first():
+    """A group whose prompts are short beside their completions is first; begun ones are before all others."""
+    light = [paged(n, f"abc{n}", predicted=2.0) for n in (0, 2)]
+    heavy = [paged(n, f"ade{n}", predicted=9.0) for n in (1, 3)]
+    assert grouped([*light, *heavy])[0] == 1
+    assert grouped([paged(0, "abc0", predicted=2.0, running=True, computed=4), light[1], *heavy])[:2] == [0, 2]
+
+
+def test_what_a_running_job_computes_is_waited_for():
+    """Only pages that both have, and that are not computed yet, are waited for."""
+    first = paged(0, "abcd", running=True, computed=1)
+    later = [paged(1, "abce"), paged(2, "axyz")]
+    assert grouped([first, *later]) == [0, 2]
+    assert grouped([paged(0, "abcd", running=True, computed=3), *later]) == [0, 1, 2]
+    assert grouped([paged(0, "abcd"), paged(1, "abce")]) == [0], "the second waits for the first to be admitted"
+
+
+def test_the_largest_job_that_fits_is_admitted_first():
+    """Room for 10 pages of 4: 24 + 4 tokens take 7, then 8 + 4 take 3; 20 + 4 are passed, until they have waited."""
+    jobs = [Job(n, 0.0, [0] * prompt, predicted=4.0) for n, prompt in enumerate((20, 8, 24))]
+    assert Packed(patience=30.0).order(View(1.0, jobs, page_size=4, room=10)) == [2, 1]
+    assert Packed(patience=30.0).order(View(31.0, jobs, page_size=4, room=10)) == [0, 1]
+    assert Packed(patience=30.0).order(View(31.0, jobs, page_size=4, room=8)) == [0], "nothing passes the second"
+    assert Packed().order(View(1.0, jobs, page_size=4, room=0)) == [2], "one runs, whatever was predicted"
+    stopped = Job(3, 0.0, [0] * 24, predicted=4.0, generated=5)
+    assert Packed().order(View(1.0, [*jobs, stopped], page_size=4, room=12)) == [3, 1], "its prediction is doubled"

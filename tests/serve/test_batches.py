@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
 from jaxllm.files import DataError
+from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import ServeConfig
 from jaxllm.serve.batches.batch_endpoints import PRIORITY
 from jaxllm.serve.batches.batch_journal import BatchJournal
 from jaxllm.serve.batches.batch_manager import BatchManager
 from jaxllm.serve.batches.batch_record import BatchRecord
+from jaxllm.serve.batches.batch_slots import BatchSlots
 from jaxllm.serve.batches.offline_batch import BatchPaths, BatchProgress, open_batch, run_offline
 from tests.serve import servers
 from tests.serve.batch_features import BATCH_FEATURES, begun, ended, line, rows_of, text_of
@@ -161,6 +165,40 @@ def test_a_batch_without_a_server_is_resumed(tmp_path):
         open_batch(paths)
     with pytest.raises(DataError, match="cannot be read"):
         open_batch(BatchPaths(tmp_path / "none", paths.out))
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_the_engine_is_given_lines_ahead(tmp_path, ahead):
+    """All that it runs at a time, and the lines beyond them that a policy chooses among."""
+    source, paths = tmp_path / "in.jsonl", BatchPaths(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    source.write_bytes(text_of([line(n, max_tokens=3) for n in range(20)]))
+    given = list[int]()
+
+    class Watched(servers.FixedRate):
+        async def stream(self, *args: Any, **options: Any) -> AsyncGenerator[OutputDelta, None]:
+            given.append(1 + self.begun - self.closed)
+            async for delta in super().stream(*args, **options):
+                yield delta
+
+    lines, journal = open_batch(paths)
+    opener = servers.opener(Watched(0.01, sequences=4))
+    run_offline(lines, journal, paths, ServeConfig(name="tiny"), opener, lambda progress: None, ahead)
+    assert max(given) == 4 + ahead
+
+
+def test_other_requests_are_those_that_are_not_the_batchs():
+    """Of 8 sequences a batch that has 5 may have 3 more, and 1 more beside two of other requests."""
+    engine = SimpleNamespace(backend=SimpleNamespace(max_sequences=8), open=5)
+    slots = BatchSlots(cast(Any, SimpleNamespace(ready=lambda: engine)), share=1.0)
+
+    async def run() -> list[int]:
+        found = []
+        async with slots.taken(5):
+            for engine.open in (0, 5, 7):
+                found.append(slots.most_beside_others)
+        return found
+
+    assert asyncio.run(run()) == [8, 8, 6]
 
 
 def test_a_batch_ends_once_whatever_is_cancelled_meanwhile(tmp_path):

@@ -13,6 +13,7 @@ from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_kv_cache, load_with_progress, progress_bar
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
+from jaxllm.infer.scheduling.policies import POLICIES, BatchPolicyName
 
 if TYPE_CHECKING:
     from jaxllm.parallel.distributed import ProcessGroup
@@ -38,6 +39,7 @@ def evaluate(argv: list[str]) -> int:
         needle: bool = False,
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
+        policy: BatchPolicyName = "first-come",
     ) -> int:
         """Measures bits per byte on the held-out split of the run's data (lower is better), scores on --tasks, or what
         a model lost of its --original.
@@ -66,9 +68,13 @@ def evaluate(argv: list[str]) -> int:
             kv_keep: with --needle or --tasks: tokens that stay in the KV cache: all, window+sinks[:RECENT[,SINKS]],
                 corm[:THRESHOLD], pyramid[:SHARE], locret:HEADS.safetensors[,BUDGET] or chai[:SIZE]
                 (docs/serve/kv_cache.md).
+            policy: with --tasks: order of the prompts, as for `jaxllm generate --batch`, such as grouped, with which
+                the examples that generation tasks begin with are computed once.
         """
         check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
+        if policy != "first-come" and (not tasks or original is not None):
+            raise UsageError("--policy is for --tasks.")
         if needle:
             if tasks or step is not None or limit is not None or weights != "plain" or original or text:
                 raise UsageError("--needle goes with --max-len, --dtype, --kv-format and --kv-keep only.")
@@ -90,7 +96,7 @@ def evaluate(argv: list[str]) -> int:
             if step is not None:
                 raise UsageError("--step is for a run's held-out text; --tasks use the newest checkpoint.")
             names = [name for name in tasks.split(",") if name]
-            return run_tasks(model, names, limit, max_len, dtype, weights, kv_format, kv_keep)
+            return run_tasks(model, names, limit, max_len, dtype, weights, kv_format, kv_keep, policy)
         if limit is not None or dtype is not None or weights != "plain":
             raise UsageError("--limit, --dtype and --weights are for --tasks and --original.")
         with processes() as group:
@@ -219,6 +225,7 @@ def run_tasks(
     weights: str = "plain",
     kv_format: str = "auto",
     kv_keep: str = "all",
+    policy: BatchPolicyName = "first-come",
 ) -> int:
     """Runs tasks and prints their scores: .jsonl files one after the other, then all lm-eval tasks together."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task
@@ -234,7 +241,7 @@ def run_tasks(
     most, _ = hard_limit(loaded.model.config)
     sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
     sizes = with_kv_cache(sizes, kv_format, kv_keep)
-    scorer = Scorer(LLM(loaded, sizes))
+    scorer = Scorer(LLM(loaded, sizes, policy=POLICIES[policy]))
     for path in files:
         print(run_task(scorer, path, limit))
     if others:

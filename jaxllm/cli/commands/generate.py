@@ -26,6 +26,10 @@ DEFAULT_TEMPERATURE = 0.8
 """Sampling temperature of a model whose authors recommend none."""
 MOST_SEQUENCES = 16
 """Candidates of an effort policy that ``jaxllm generate`` runs at a time; more wait."""
+DEFAULT_SIZES, GROUPED_SIZES = (16, 256), (64, 1024)
+"""Sequences that a batch runs at a time and tokens of a step, by default and where memory is to be the limit."""
+LOOK_AHEAD = 1024
+"""Lines of a batch that a policy other than first come, first served chooses among."""
 
 
 def generate(argv: list[str]) -> int:
@@ -38,7 +42,8 @@ def generate(argv: list[str]) -> int:
         batch: Path | None = None,
         out: Path | None = None,
         name: str | None = None,
-        max_sequences: int = 16,
+        max_sequences: int | None = None,
+        max_batched_tokens: int | None = None,
         policy: BatchPolicyName = "first-come",
         max_len: int | None = None,
         max_tokens: int = 200,
@@ -75,10 +80,15 @@ def generate(argv: list[str]) -> int:
                 after a stop, it goes on where it was (docs/serve/batches.md).
             out: with --batch: file of the answers.
             name: with --batch: model name in the requests; the last part of MODEL by default.
-            max_sequences: with --batch: maximum number of sequences that run at the same time.
+            max_sequences: with --batch: maximum number of sequences that run at the same time; 16 by default, 64 with
+                the grouped policies, of which the KV cache has room for fewer or as many.
+            max_batched_tokens: with --batch: maximum number of tokens of a step, prompts and completions together; 256
+                by default, 1024 with the grouped policies.
             policy: with --batch: order of the requests: as they are in the file, the shortest expected remaining work,
                 grouped by common prefixes, or predicted: admitted by the KV cache that they are predicted to need, from
-                means by prompt length; learned: the same, from the tokens of prompts (docs/serve/kv_cache.md).
+                means by prompt length; learned: the same, from the tokens of prompts; packed: the same, and smaller
+                ones pass those that do not fit; grouped-predicted: grouped, and admitted so
+                (docs/serve/kv_cache.md).
             max_len: with --batch: maximum sequence length in tokens, prompt included; by default the model's context
                 length.
             max_tokens: maximum number of tokens to generate; the end of the document stops earlier.
@@ -146,7 +156,8 @@ def generate(argv: list[str]) -> int:
             raise UsageError("--subtasks-kept is for --subtask-markers.")
         if subtask_markers is not None and effort is not None:
             raise UsageError("--subtask-markers does not go with --effort, which chooses among short completions.")
-        of_batch = {"name": name is not None, "max-sequences": max_sequences != 16, "max-len": max_len is not None}
+        of_batch = {"name": name is not None, "max-len": max_len is not None}
+        of_batch |= {"max-sequences": max_sequences is not None, "max-batched-tokens": max_batched_tokens is not None}
         of_batch |= {"kv-host": kv_host != 0, "kv-disk": kv_disk is not None}
         of_batch["policy"] = policy != "first-come"
         for option, wrong in (of_batch if batch is None else of_prompt).items():
@@ -161,7 +172,10 @@ def generate(argv: list[str]) -> int:
             from jaxllm.infer.speculate.proposer_table import with_speculation
 
             use_compilation_cache()
-            plain = EngineConfig(max_sequences=max_sequences, max_len=max_len, top_logprobs=20)
+            sequences, tokens = GROUPED_SIZES if policy.startswith("grouped") else DEFAULT_SIZES
+            sequences = max_sequences or sequences
+            tokens = max(max_batched_tokens or tokens, sequences)
+            plain = EngineConfig(max_sequences=sequences, max_batched_tokens=tokens, max_len=max_len, top_logprobs=20)
             sizes = with_speculation(
                 with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
@@ -170,11 +184,12 @@ def generate(argv: list[str]) -> int:
             def load() -> LLM:
                 found = load_with_progress(
                     model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
-                    sequences=max_sequences,
+                    sequences=sequences,
                 )  # fmt: skip
                 return LLM(found, sizes, policy=POLICIES[policy])
 
-            return generate_batch(batch, out, name or Path(model).name, load)
+            ahead = 0 if policy == "first-come" else LOOK_AHEAD
+            return generate_batch(batch, out, name or Path(model).name, load, ahead)
         assert prompt is not None
         if effort is not None and pools is not None:
             raise UsageError("--effort of `jaxllm generate` is for one engine; leave --pools out, or serve with both.")

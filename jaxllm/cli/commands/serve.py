@@ -105,7 +105,8 @@ def serve(argv: list[str]) -> int:
             policy: scheduling policy: arrival order, highest `priority`, the API key with the least service so far, the
                 shortest expected remaining work, grouped by common prefixes, or predicted: in arrival order, admitted
                 by the KV cache that they are predicted to need, from means by prompt length; learned: the same, from
-                the tokens of prompts.
+                the tokens of prompts; packed: the same, the largest first, and smaller ones pass those that do not fit;
+                grouped-predicted: grouped, and admitted by predictions.
             tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
                 mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
                 detected from the chat template.

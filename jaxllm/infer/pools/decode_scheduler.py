@@ -85,7 +85,7 @@ class DecodeScheduler(Scheduler):
     def _has_room(self, sequence: Sequence, there: list[list[int]], found: list[dict[int, int]]) -> bool:
         """Whether there are pages for what a sequence has computed and its next token, and for what its policy asks."""
         others = bool(self.running or self.arriving)
-        if self.policy_state.holds_prefixes and not self._fits_whole(sequence):
+        if self.policy_state.reserves_whole and not self._fits_whole(sequence):
             return False
         if self.policy_state.reserves_predicted and others and not self._fits_predicted(sequence):
             return False

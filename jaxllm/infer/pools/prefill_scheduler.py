@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,9 @@ class PrefillScheduler(Scheduler):
 
     def _fits_predicted(self, sequence: Sequence) -> bool:
         return self._fits_whole(sequence)
+
+    def _room(self) -> int:
+        return sys.maxsize
 
     def _make_room(self, plan: StepPlan) -> None:
         """See ``Scheduler``; sequences that are about to leave are not preempted."""

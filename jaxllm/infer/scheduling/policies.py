@@ -8,9 +8,12 @@ policy delays the decoding of running sequences: it decides admission, the order
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from jaxllm.infer.scheduling.prefix_groups import PrefixGroup
 
 GENERATED_TOKEN_COST = 2.0
 """Cost of a generated token for a key, relative to a prompt token (arXiv:2401.00588, section 3)."""
@@ -59,6 +62,8 @@ class Job:
         predicted: predicted number of generated tokens.
         running: it has a slot.
         service: service level.
+        pages: for a policy that groups prompts, digests of the prompt's whole pages, see ``prefix_groups``; none where
+            it shares no pages.
     """
 
     id: int
@@ -69,6 +74,7 @@ class Job:
     predicted: float = 0.0
     running: bool = False
     service: Service = Service()
+    pages: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class View:
         served: tokens served for each account, see ``GENERATED_TOKEN_COST``.
         token_seconds: seconds per prompt token; 0 while unknown.
         page_size: tokens of a page, the unit of prefix sharing.
+        groups: for a policy that groups prompts, groups of the jobs, and of others that may have ended.
+        room: pages for each layer group that the running jobs are not predicted to need.
     """
 
     now: float
@@ -88,6 +96,8 @@ class View:
     served: Mapping[str, float] = field(default_factory=dict)
     token_seconds: float = 0.0
     page_size: int = 1
+    groups: Sequence[PrefixGroup] = ()
+    room: int = sys.maxsize
 
 
 @runtime_checkable
@@ -97,7 +107,8 @@ class Policy(Protocol):
     A policy may also have ``holds(view) -> ids``, to save pages: these jobs hold references to the cached pages of
     their prefix while they wait, and a job is admitted only if there are pages for all tokens that it and the running
     jobs may generate, so that nothing is preempted or recomputed. With ``reserves_predicted = True`` that is for the
-    tokens that they are predicted to generate.
+    tokens that they are predicted to generate, and with ``kv_share`` such a share of all pages is for that. With
+    ``groups_prompts = True`` its view has groups of prompts with common prefixes.
     """
 
     def order(self, view: View) -> list[int]:
@@ -212,6 +223,46 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Bin packing of the KV caches that jobs are predicted to need: decreasing first fit (S3, arXiv:2306.06000).
+
+    Jobs that wait are taken in the order of their sizes, the largest first, and each is admitted that the pages which
+    are left have room for: a smaller one passes one that does not fit. Predictions and what happens to wrong ones are
+    as with ``Predicted``.
+
+    Attributes:
+        patience: seconds after which nothing passes a job; they are taken first, in the order of their arrival.
+        by_prompt: see ``Predicted``.
+    """
+
+    patience: float = 30.0
+    by_prompt: bool = True
+    reserves_predicted: ClassVar[bool] = True
+
+    def order(self, view: View) -> list[int]:
+        """Running jobs, then those that wait and fit beside them."""
+
+        def size(job: Job) -> float:
+            return len(job.prompt) + revise_prediction(job.predicted, job.generated)
+
+        def is_due(job: Job) -> bool:
+            return job.generated > 0 or view.now - job.arrived > self.patience
+
+        def rank(job: Job) -> tuple[bool, float, int]:
+            return not is_due(job), 0.0 if is_due(job) else -size(job), job.id
+
+        out, room = sorted(job.id for job in view.jobs if job.running), view.room
+        for job in sorted((job for job in view.jobs if not job.running), key=rank):
+            pages = math.ceil(size(job) / view.page_size)
+            if pages <= room or not out:
+                out.append(job.id)
+                room -= pages
+            elif is_due(job):
+                break
+        return out
+
+
+@dataclass(frozen=True)
 class Deadline:
     """Earliest deadline first among those that can still be met, to meet the targets of the most requests.
 
@@ -240,59 +291,66 @@ class Deadline:
 class Grouped:
     """Prefix grouping for many prompts known ahead: prompts with a common prefix run together; it is computed once.
 
-    Prompts are in the order of their tokens, which walks the tree of their prefixes. Groups with many generated tokens
-    per prompt token come first, so that there are decodes to batch with the prefill of the others (BatchLLM,
-    arXiv:2412.03594). A job waits while a running one computes their common prefix. The next job of a group holds the
-    shared pages while it waits.
+    Groups are those of ``prefix_groups``. Groups with many generated tokens per computed prompt token come first, so
+    that there are decodes to batch with the prefill of the others (BatchLLM, arXiv:2412.03594); in a group prompts are
+    in the order of a walk through their prefix tree. A job waits while a running one computes pages that both have. The
+    next job of a group holds the shared pages while it waits.
+
+    Attributes:
+        kv_share: share of the pages that running jobs may be predicted to need: batches are formed by memory, not by
+            numbers of requests and tokens, and what is predicted wrongly finds the rest. None: jobs are admitted as far
+            as there are pages for all that they may generate, and nothing is ever preempted.
     """
 
+    kv_share: float | None = None
+    groups_prompts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.kv_share is not None and not 0 < self.kv_share <= 1:
+            raise ValueError(f"kv_share = {self.kv_share}; give a share above 0, at most 1, or None.")
+
+    @property
+    def reserves_predicted(self) -> bool:
+        """Whether jobs are admitted by what they are predicted to generate."""
+        return self.kv_share is not None
+
     def order(self, view: View) -> list[int]:
-        """Orders by group, then by prompt."""
+        """Orders by group, then by place in the prefix tree."""
         size = view.page_size
-        groups = self._groups(view)
 
-        def ratio(jobs: list[Job]) -> float:
-            return sum(job.predicted for job in jobs) / sum(len(job.prompt) for job in jobs)
+        def rank(found: tuple[PrefixGroup, list[Job]]) -> tuple[bool, float, int]:
+            group, jobs = found
+            prefix = group.pages * size
+            cached = any(job.computed >= prefix for job in jobs)
+            begun = any(job.running for job in jobs) or (len(group.members) > 1 and cached)
+            computed = sum(len(job.prompt) - prefix for job in jobs) + (0 if cached else prefix)
+            ratio = sum(job.predicted for job in jobs) / max(1, computed)
+            return not begun, -ratio, min(job.id for job in jobs)
 
-        running = [job for job in view.jobs if job.running]
-        held_keys = {tuple(job.prompt[:size]) for job in view.jobs if job.computed and not job.running}
-        running_keys = {tuple(job.prompt[:size]) for job in running}
-        ranked = sorted(
-            groups,
-            key=lambda key: (key not in held_keys, key not in running_keys, -ratio(groups[key]), groups[key][0].id),
-        )
+        there = {page for job in view.jobs for page in job.pages[: job.computed // size]}
+        busy = {page for job in view.jobs if job.running for page in job.pages[job.computed // size :]} - there
         out = []
-        for key in ranked:
-            mine = [job for job in running if tuple(job.prompt[:size]) == key]
-            last: list[Job] = []  # the job before, in the order of tokens, has the longest common prefix
-            for job in sorted(groups[key], key=lambda job: (not job.running, _prompt_order(job))):
-                if not job.running and any(self._waits_for(job, other, size) for other in (*mine, *last)):
+        for _, jobs in sorted(self._groups(view), key=rank):
+            for job in sorted(jobs, key=lambda job: not job.running):
+                rest = job.pages[job.computed // size :]
+                if not job.running and not busy.isdisjoint(rest):
                     continue
                 out.append(job.id)
-                last = [job]
+                busy.update(page for page in rest if page not in there)
         return out
 
     def holds(self, view: View) -> list[int]:
-        """Next waiting job of each group."""
-        waiting = [[job for job in jobs if not job.running] for jobs in self._groups(view).values()]
-        return [min(jobs, key=_prompt_order).id for jobs in waiting if jobs]
+        """Next waiting job of each group, if it shares pages."""
+        waiting = [[job for job in jobs if not job.running] for group, jobs in self._groups(view) if group.pages]
+        return [jobs[0].id for jobs in waiting if jobs]
 
     @staticmethod
-    def _groups(view: View) -> dict[tuple[int, ...], list[Job]]:
-        groups: dict[tuple[int, ...], list[Job]] = {}
-        for job in view.jobs:
-            groups.setdefault(tuple(job.prompt[: view.page_size]), []).append(job)
-        return groups
-
-    @staticmethod
-    def _waits_for(job: Job, other: Job, size: int) -> bool:
-        """Whether the other job has yet to compute pages of their common prefix."""
-        shared = 0
-        for mine, theirs in zip(job.prompt, other.prompt, strict=False):
-            if mine != theirs:
-                break
-            shared += 1
-        return other.computed < shared // size * size and job.computed < shared // size * size
+    def _groups(view: View) -> list[tuple[PrefixGroup, list[Job]]]:
+        """Groups with those of their jobs that have not ended; a job that is in none is alone."""
+        jobs = {job.id: job for job in view.jobs}
+        found = [(group, [jobs.pop(one) for one in group.members if one in jobs]) for group in view.groups]
+        found += [(PrefixGroup((job.id,), 0), [job]) for job in jobs.values()]
+        return [(group, own) for group, own in found if own]
 
 
 POLICIES: dict[str, Policy | None] = {
@@ -301,17 +359,17 @@ POLICIES: dict[str, Policy | None] = {
     "fair": Fair(),
     "shortest": Shortest(),
     "grouped": Grouped(),
+    "grouped-predicted": Grouped(kv_share=0.9),
     "predicted": Predicted(),
     "learned": Predicted(by_prompt=True),
+    "packed": Packed(),
 }
 """Scheduling policies by the names that commands have for them; None is first come, first served without a view."""
-BatchPolicyName = Literal["first-come", "shortest", "grouped", "predicted", "learned"]
-PolicyName = Literal["first-come", "priority", "fair", "shortest", "grouped", "predicted", "learned"]
+BatchPolicyName = Literal["first-come", "shortest", "grouped", "grouped-predicted", "predicted", "learned", "packed"]
+PolicyName = Literal[
+    "first-come", "priority", "fair", "shortest", "grouped", "grouped-predicted", "predicted", "learned", "packed"
+]
 """Names of policies: for one client's batch, and for a server."""
-
-
-def _prompt_order(job: Job) -> tuple[tuple[int, ...], int]:
-    return tuple(job.prompt), job.id
 
 
 @dataclass(frozen=True)

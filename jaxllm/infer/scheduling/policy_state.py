@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from jaxllm.infer.scheduling.policies import (
     View,
     raise_new_key,
 )
+from jaxllm.infer.scheduling.prefix_groups import PrefixGroup, Row, prefix_groups
 
 Sequences = Sequence["sequence.Sequence"]
 
@@ -48,6 +50,9 @@ class PolicyState:
         self.policy, self.tpot, self.clock, self._predict = policy, tpot, clock, predict
         self.step_times, self.lengths, self.served = StepTimes(), LengthPredictor(), dict[str, float]()
         self.classifier = LengthClassifier() if getattr(policy, "by_prompt", False) else None
+        self._pages, self._groups = dict[int, Row](), list[PrefixGroup]()
+        self._grouped: frozenset[int] = frozenset()
+        self._ended = 0  # completions since all predictions were made
 
     @property
     def holds_prefixes(self) -> bool:
@@ -58,6 +63,17 @@ class PolicyState:
     def reserves_predicted(self) -> bool:
         """Whether a sequence is admitted by the pages that it is predicted to need, see ``Policy``."""
         return getattr(self.policy, "reserves_predicted", False)
+
+    @property
+    def reserves_whole(self) -> bool:
+        """Whether a sequence is admitted by the pages of all that it may generate, see ``Policy``."""
+        return self.holds_prefixes and not self.reserves_predicted
+
+    @property
+    def kv_share(self) -> float:
+        """Share of the pages that running sequences may be predicted to need, see ``Policy``."""
+        share = getattr(self.policy, "kv_share", None)
+        return 1.0 if share is None else share
 
     def add(self, new: sequence.Sequence, others: Sequences) -> None:
         """Records the arrival of a sequence."""
@@ -77,6 +93,8 @@ class PolicyState:
 
     def finish(self, old: sequence.Sequence) -> None:
         """Records the length of a sequence that has ended."""
+        self._pages.pop(old.order, None)
+        self._ended += 1
         if old.finish in ("stop", "length"):
             self.lengths = self.lengths.with_completion(len(old.request.prompt), old.generated)
             if self.classifier is not None:
@@ -88,26 +106,59 @@ class PolicyState:
             key = one.request.service.account
             self.served[key] = self.served.get(key, 0.0) + prompt + GENERATED_TOKEN_COST * generated
 
-    def rank(self, running: Sequences, waiting: Sequences, page_size: int) -> int:
-        """Sets the rank of every sequence; returns how many of the waiting ones may be admitted."""
+    def rank(
+        self, running: Sequences, waiting: Sequences, page_size: int, room: Callable[[], int] = lambda: sys.maxsize
+    ) -> int:
+        """Sets the rank of every sequence; returns how many of the waiting ones may be admitted.
+
+        Args:
+            running, waiting: sequences.
+            page_size: positions of a page.
+            room: see ``View``; called if the policy asks for it.
+        """
         if self.policy is None:
             for one in running:
                 one.rank = one.order
             return len(waiting)
+        if getattr(self.policy, "groups_prompts", False):
+            self._group([*running, *waiting], page_size)
+        self._predict_again(waiting)
         jobs = [
             Job(
                 s.order, s.arrived, s.request.prompt, s.computed, s.generated, s.predicted, s.slot >= 0,
-                s.request.service,
+                s.request.service, self._pages.get(s.order, ()),
             )
             for s in (*running, *waiting)
         ]  # fmt: skip
-        view = View(self.clock(), jobs, self.served, self.step_times.line[1], page_size)
+        view = View(
+            self.clock(), jobs, self.served, self.step_times.line[1], page_size, self._groups,
+            room() if self.reserves_predicted else sys.maxsize,
+        )  # fmt: skip
         order, holds = self.policy.order(view), set(getattr(self.policy, "holds", lambda view: ())(view))
         ranks = {number: rank for rank, number in enumerate(order)}
         for one in (*running, *waiting):
             one.rank = ranks.get(one.order, len(jobs) + one.order)
             one.holds = one.order in holds
         return sum(one.order in ranks for one in waiting)
+
+    def _group(self, sequences: Sequences, page_size: int) -> None:
+        """Makes the groups of prompts again, once an eighth of the sequences is in none."""
+        for one in sequences:
+            if one.order not in self._pages:
+                self._pages[one.order] = _prompt_pages(one, page_size)
+        new = sum(one.order not in self._grouped for one in sequences)
+        if new * 8 >= len(sequences) > 0 < new:
+            self._groups = prefix_groups({one.order: self._pages[one.order] for one in sequences})
+            self._grouped = frozenset(one.order for one in sequences)
+
+    def _predict_again(self, waiting: Sequences) -> None:
+        """Predicts the lengths of waiting sequences by what has ended since, once that is a sixteenth of them."""
+        if self._ended * 16 < len(waiting):
+            return
+        self._ended = 0
+        for one in waiting:
+            if not one.generated:
+                one.predicted = self.predict(one.request)
 
     def token_budget(self, decodes: int, sizes: Sequence[int], chunk: int | None) -> int:
         """Token budget of the next step: the largest padded size that meets ``tpot``, but enough for all decodes."""
@@ -116,3 +167,11 @@ class PolicyState:
         least = min(decodes + (chunk or 1), sizes[-1])
         found = self.step_times.tokens_within(self.tpot, least, sizes[-1])
         return max(least, *(size for size in (0, *sizes) if size <= found))
+
+
+def _prompt_pages(one: sequence.Sequence, page_size: int) -> Row:
+    """Digests of the whole pages of a sequence's prompt; none if it takes no pages of others."""
+    request = one.request
+    if request.params.prompt_logprobs is not None and one.number == 0:  # every token is computed
+        return ()
+    return tuple(one.page_hash(column, page_size) for column in range(len(request.prompt) // page_size))

@@ -162,7 +162,7 @@ class Scheduler:
         for sequence in self.running:
             self._prefix_cache.register(sequence)
             self._free_behind_window(sequence)
-        self._admissible = self.policy_state.rank(self.running, self.waiting, self.page_size)
+        self._admissible = self.policy_state.rank(self.running, self.waiting, self.page_size, self._room)
         if self.policy_state.policy:
             self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank))
         for sequence in self.waiting if self.policy_state.holds_prefixes else ():
@@ -483,12 +483,16 @@ class Scheduler:
             sequence.request.cached_tokens += count
         return True
 
-    def _suffices(self, needs: Iterable[int], spare: int = 0) -> bool:
-        """Whether so many pages of each layer group can be allocated, and ``spare`` of each pool stay free."""
+    def _suffices(self, needs: Iterable[int], spare: int = 0, share: float = 1.0) -> bool:
+        """Whether so many pages of each layer group can be allocated, and ``spare`` of each pool stay free, and all of
+        it but a share."""
         total = [0] * len(self.pages)
         for pool, need in zip(self._pools, needs, strict=True):
             total[pool] += need
-        return all(need <= pages.available - spare for need, pages in zip(total, self.pages, strict=True))
+        return all(
+            need <= pages.available - spare - math.ceil((1 - share) * pages.count)
+            for need, pages in zip(total, self.pages, strict=True)
+        )
 
     def _entries(self, group: int, sequence: Sequence) -> int:
         """Slots of a layer group that the computed tokens of a sequence take: those that its rule keeps, or all."""
@@ -519,14 +523,25 @@ class Scheduler:
         """Whether there are pages for all that the running sequences and this one are predicted to generate."""
         if not sequence.generated:  # others may have ended since it came
             sequence.predicted = self.policy_state.predict(sequence.request)
-        needs = np.sum(
-            [
-                self._pages_needed(s, s.length - s.computed + min(s.remaining, math.ceil(self._predicted(s))))
-                for s in (*self.running, sequence)
-            ],
-            axis=0,
-        )
-        return self._suffices(needs.tolist())
+        return self._suffices(self._predicted_needs([*self.running, sequence]), share=self.policy_state.kv_share)
+
+    def _predicted_needs(self, sequences: list[Sequence]) -> list[int]:
+        """Pages of each group for all that sequences are predicted to generate."""
+        needs = [
+            self._pages_needed(s, s.length - s.computed + min(s.remaining, math.ceil(self._predicted(s))))
+            for s in sequences
+        ]
+        return np.sum(needs, axis=0, dtype=int).tolist() if needs else [0] * len(self._pools)
+
+    def _room(self) -> int:
+        """Pages for each group that keeps all tokens which the running sequences are not predicted to need."""
+        needs = self._predicted_needs(self.running)
+        whole = zip(self._pools, self.windows, self.rules, strict=True)
+        pools = [pool for pool, window, rule in whole if window is None and rule is None]
+        left = [pages.available - (self._spare if self.running else 0) for pages in self.pages]
+        for pool, need in zip(self._pools, needs, strict=True):
+            left[pool] -= need
+        return min((left[pool] // pools.count(pool) for pool in set(pools)), default=sys.maxsize)
 
     @staticmethod
     def _predicted(sequence: Sequence) -> float:
@@ -724,7 +739,7 @@ class Scheduler:
             return self._swap_in(sequence, budget, plan)
         if found := not any(sequence.pages):
             self.hit_tokens += self._prefix_cache.reuse(sequence)
-        if self.policy_state.holds_prefixes and not self._fits_whole(sequence):
+        if self.policy_state.reserves_whole and not self._fits_whole(sequence):
             return 0
         if self.policy_state.reserves_predicted and self.running and not self._fits_predicted(sequence):
             if found:

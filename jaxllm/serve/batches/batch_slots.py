@@ -19,15 +19,16 @@ class BatchSlots:
     Args:
         service: state of the server.
         share: part of the engine's sequences that batches may use; 1 where nothing else uses the engine.
+        ahead: lines beyond those that the engine is given, for a policy that chooses among those that wait.
     """
 
-    def __init__(self, service: RequestService, share: float = 0.75):
-        self._service, self._share, self._used = service, share, 0
+    def __init__(self, service: RequestService, share: float = 0.75, ahead: int = 0):
+        self._service, self._share, self._ahead, self._used = service, share, ahead, 0
 
     @property
     def most(self) -> int:
-        """Sequences that batches may run at a time."""
-        return max(1, int(self._service.ready().backend.max_sequences * self._share))
+        """Sequences that batches may have in the engine at a time."""
+        return max(1, int(self._service.ready().backend.max_sequences * self._share)) + self._ahead
 
     @contextlib.asynccontextmanager
     async def taken(self, sequences: int) -> AsyncIterator[None]:
@@ -44,4 +45,5 @@ class BatchSlots:
     def most_beside_others(self) -> int:
         """Sequences of the engine that no other request uses or waits for."""
         dispatcher = self._service.ready()
-        return dispatcher.backend.max_sequences - dispatcher.open
+        others = max(0, dispatcher.open - self._used)
+        return dispatcher.backend.max_sequences + self._ahead - others

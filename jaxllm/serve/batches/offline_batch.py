@@ -83,6 +83,7 @@ def run_offline(
     config: ServeConfig,
     factory: BackendFactory,
     progress: Callable[[BatchProgress], object],
+    ahead: int = 0,
 ) -> BatchProgress:
     """Answers the lines that have no answer yet, and writes the output and error files.
 
@@ -92,6 +93,8 @@ def run_offline(
         config: name of the model, tool parser and effort policies.
         factory: opens the engine.
         progress: called at the beginning and after each answer.
+        ahead: lines that the engine is given beyond those that it runs, for its policy to choose among; at most
+            ``config.queue``.
 
     Returns:
         the progress at the end.
@@ -105,7 +108,7 @@ def run_offline(
         endpoints = BatchEndpoints(service, ResponseStore(config.stored_responses, config.stored_bytes))
         async with factory() as backend:
             service.open_for(backend)
-            slots = BatchSlots(service, share=1.0)
+            slots = BatchSlots(service, share=1.0, ahead=min(ahead, config.queue))
 
             async def answer(line: BatchLine, record: dict[str, Any]) -> dict[str, Any]:
                 return await endpoints.answer(line.url, line.body, slots, record)

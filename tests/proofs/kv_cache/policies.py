@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxllm.infer import Engine, SamplingParams
+from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.scheduling.length_classifier import LengthClassifier
 from jaxllm.infer.scheduling.policies import POLICIES, LengthPredictor, Policy
 from tests.infer.engines import VOCAB
@@ -35,10 +35,11 @@ def play(
     policy: Policy | None,
     predict: Callable[[int, int], float] | None = None,
     kind: type[Timed] = Timed,
+    config: EngineConfig = TIGHT,
 ) -> Played:
     """Runs a batch that is known ahead."""
-    runner = kind(TIGHT)
-    engine = Engine(runner, TIGHT, VOCAB, policy=policy, clock=lambda: runner.now, predict=predict)
+    runner = kind(config)
+    engine = Engine(runner, config, VOCAB, policy=policy, clock=lambda: runner.now, predict=predict)
     requests = [engine.submit(*one) for one in prompts]
     running, pages = [], 0
     while engine.busy:
