@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import openai
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from jaxllm.files import DataError
 from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.serve import ServeConfig
+from jaxllm.serve.app import ApiService
 from jaxllm.serve.batches.batch_endpoints import PRIORITY
 from jaxllm.serve.batches.batch_journal import BatchJournal
 from jaxllm.serve.batches.batch_manager import BatchManager
@@ -186,10 +187,12 @@ def test_the_engine_is_given_lines_ahead(tmp_path, ahead):
     assert max(given) == 4 + ahead
 
 
-def test_other_requests_are_those_that_are_not_the_batchs():
+def test_other_requests_are_those_that_are_not_the_batchs(monkeypatch):
     """Of 8 sequences a batch that has 5 may have 3 more, and 1 more beside two of other requests."""
     engine = SimpleNamespace(backend=SimpleNamespace(max_sequences=8), open=5)
-    slots = BatchSlots(cast(Any, SimpleNamespace(ready=lambda: engine)), share=1.0)
+    service = ApiService(ServeConfig())
+    monkeypatch.setattr(service, "ready", lambda: engine)
+    slots = BatchSlots(service, share=1.0)
 
     async def run() -> list[int]:
         found = []
