@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.kernel_support import check_each_token, check_one_phase, check_positional
+from pallas_kernels.paged_attention.kernel_support import check_each_token, check_positional
 from pallas_kernels.paged_attention.pages import PagePool, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -31,7 +31,6 @@ def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
 
     check_positional("pallas_tpu", kw.pop("retention"))
     check_each_token("pallas_tpu", kw["format"], kw.pop("residual"))
-    check_one_phase("pallas_tpu", kw.pop("shared"))
     return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
@@ -40,7 +39,6 @@ def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
 
     check_positional("pallas_gpu", kw.pop("retention"))
     check_each_token("pallas_gpu", kw["format"], kw.pop("residual"))
-    check_one_phase("pallas_gpu", kw.pop("shared"))
     return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 

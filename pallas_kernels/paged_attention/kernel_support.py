@@ -51,13 +51,3 @@ def check_each_token(name: str, format: PageFormat, residual: Residual | None) -
             f"{name} reads pages whose tokens are encoded one by one, not {format.encoding!r}; implementation 'xla' "
             "reads those."
         )
-
-
-def check_one_phase(name: str, shared: Array | None) -> None:
-    """Checks that each request's pages are read for itself.
-
-    Raises:
-        NotImplementedError: requests share pages that are to be read once.
-    """
-    if shared is not None:
-        raise NotImplementedError(f"{name} reads each request's pages for itself; implementation 'xla' reads once.")

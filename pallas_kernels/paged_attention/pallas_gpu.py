@@ -7,6 +7,9 @@ pages they go to, which a program of the same launch writes: so no program waits
 A decode step has few blocks, so each request's slots are split among enough programs to fill the device; each returns
 its values and their logsumexp, and plain JAX combines them (arXiv:2311.01282).
 
+Shared pages are read in a launch of their own, whose queries are those of all requests and which writes nothing; the
+other launch begins behind them, see ``shared_pages``.
+
 Rows of scores are a block's tokens, repeated for each of its query heads. Head dims are split into powers of two. Slots
 that are loaded are decoded piece by piece by the pages' KV cache format.
 
@@ -36,6 +39,7 @@ from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
+from pallas_kernels.paged_attention.two_phases import Phase, in_two_phases, merge_parts
 
 MIN_DOT_DIM = 16
 """Smallest dimension of a Triton dot."""
@@ -55,6 +59,7 @@ def paged_attention_pallas_gpu(
     softcap: float | None,
     decode_only: bool,
     tree: TreeMask | None = None,
+    shared: Int[Array, " R"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on GPUs: (output, pages); see ``paged_attention``.
 
@@ -66,7 +71,33 @@ def paged_attention_pallas_gpu(
         raise NotImplementedError(
             f"pallas_gpu takes head dims of a multiple of {MIN_DOT_DIM}, not {format.key_dim} and {format.value_dim}."
         )
-    plan = _Plan.of(q, pool.data, ragged, format, ScoreOptions(scale, window, softcap), decode_only)
+    options = ScoreOptions(scale, window, softcap)
+
+    if shared is None:
+        plan = _Plan.of(q, pool.data, ragged, format, options, decode_only, None)
+        out, _, pool = _attend(plan, q, new, pool, layer, sinks, ragged, tree)
+        return out.astype(q.dtype), pool
+
+    def attend(pool: Slots, ragged: RaggedBatch, phase: Phase) -> tuple[Array, Array, Slots]:
+        plan = _Plan.of(q, pool.data, ragged, format, options, decode_only, phase)
+        return _attend(plan, q, new, pool, layer, None if plan.common else sinks, ragged, None, phase.begin)
+
+    out, pool = in_two_phases(attend, q.shape[0], pool, ragged, shared)
+    return out.astype(q.dtype), pool
+
+
+def _attend(
+    plan: _Plan,
+    q: Float[Array, "T N H"],
+    new: Slots,
+    pool: Slots,
+    layer: Int[Array, ""],
+    sinks: Float[Array, " N"] | None,
+    ragged: RaggedBatch,
+    tree: TreeMask | None,
+    begin: Int[Array, " R"] | None = None,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"], Slots]:
+    """Output, logsumexp and pages; ``begin`` as in ``Phase``."""
     tokens = ragged.tokens(q.shape[0])
     operands = {"q": q, "new": new.data, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
     blocks = ragged.blocks(q.shape[0], plan.tokens)
@@ -77,17 +108,14 @@ def paged_attention_pallas_gpu(
         operands["sinks"] = sinks.astype(jnp.float32)
     if new.scales is not None:
         operands["new_scales"] = new.scales
+    if begin is not None:
+        operands["begin"] = begin
     out, lse, pool = plan.call(operands, pool)
     real = tokens.real[:, None, None]
     if plan.parts == 1:
-        return jnp.where(real, out[0], 0), pool
-    # The logsumexp of a part that has seen nothing is -MASK_VALUE, which stands for minus infinity.
-    lse = jnp.where(real[..., 0] & (lse != -MASK_VALUE), lse, -jnp.inf)[..., None]
-    top = jnp.max(lse, axis=0)
-    weights = jnp.exp(lse - jnp.where(top == -jnp.inf, 0.0, top))
-    total = jnp.sum(weights, axis=0)
-    out = jnp.sum(jnp.where(weights > 0.0, out, 0.0) * weights, axis=0) / jnp.where(total > 0.0, total, 1.0)
-    return out.astype(q.dtype), pool
+        return jnp.where(real, out[0], 0), lse[0], pool
+    out, lse = merge_parts(out, jnp.where(real[..., 0], lse, -MASK_VALUE))
+    return out, lse, pool
 
 
 class _Plan(NamedTuple):
@@ -101,6 +129,7 @@ class _Plan(NamedTuple):
         slots: S, a power of two.
         parts: X.
         params: parameters of the Triton compiler.
+        common, keeps_lse: the launch is the first of two phases; it is one of them.
     """
 
     format: PageFormat
@@ -111,17 +140,24 @@ class _Plan(NamedTuple):
     slots: int
     parts: int
     params: plgpu.CompilerParams
+    common: bool
+    keeps_lse: bool
 
     @classmethod
     def of(
-        cls, q: Array, rows: Array, ragged: RaggedBatch, format: PageFormat, options: ScoreOptions, decode_only: bool
-    ) -> _Plan:
+        cls, q: Array, rows: Array, ragged: RaggedBatch, format: PageFormat, options: ScoreOptions, decode_only: bool,
+        phase: Phase | None,
+    ) -> _Plan:  # fmt: skip
         (t, n, _), (kv, page_size) = q.shape, rows.shape[2:4]
         blocks = config.gpu_blocks(target_device().kind, max(format.key_dim, format.value_dim), q.dtype.itemsize)
         heads = min(pl.next_power_of_2(n // kv), blocks.rows)
-        tokens, parts = 1, 1
+        tokens, parts, common = 1, 1, phase is not None and phase.is_first
+        if common:
+            tokens = config.block_tokens(t, 1, blocks.rows // heads)
         if decode_only:
-            programs = ragged.requests * kv * -(-n // kv // heads)
+            programs = (
+                -(-t // tokens) * kv * -(-n // kv // heads) if common else ragged.requests * kv * -(-n // kv // heads)
+            )
             longest = ragged.page_table.shape[1] * page_size // blocks.slots
             parts = config.power_of_two(min(blocks.programs // programs, longest))
         else:
@@ -129,7 +165,7 @@ class _Plan(NamedTuple):
         if tokens * heads < MIN_DOT_DIM:  # decode is memory-bound: empty rows are free
             tokens, heads = (tokens, MIN_DOT_DIM // tokens) if decode_only else (MIN_DOT_DIM // heads, heads)
         params = plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
-        return cls(format, options, n // kv, tokens, heads, blocks.slots, parts, params)
+        return cls(format, options, n // kv, tokens, heads, blocks.slots, parts, params, common, phase is not None)
 
     @property
     def head_blocks(self) -> int:
@@ -146,14 +182,17 @@ class _Plan(NamedTuple):
         """Launches the kernel: (values, logsumexp, pages), with values and logsumexp of each part."""
         q = operands["q"]
         t, n, _ = q.shape
+        whole = self.parts > 1 or self.keeps_lse
         results = {
-            "out": result_like(q, (self.parts, t, n, self.format.value_dim), q.dtype if self.parts == 1 else "float32"),
+            "out": result_like(q, (self.parts, t, n, self.format.value_dim), "float32" if whole else q.dtype),
             "lse": result_like(q, (self.parts, t, n), jnp.float32),
-            "written": result_like(pool.data, pool.data.shape, pool.data.dtype),
         }
         operands = operands | {"pool": pool.data}
+        if not self.common:
+            results["written"] = result_like(pool.data, pool.data.shape, pool.data.dtype)
         if pool.scales is not None:
             operands["scales"] = pool.scales
+        if pool.scales is not None and not self.common:
             results["written_scales"] = result_like(pool.scales, pool.scales.shape, pool.scales.dtype)
         updated = len(results) - 2
         first = len(operands) - updated
@@ -169,10 +208,17 @@ class _Plan(NamedTuple):
             input_output_aliases={first + i: 2 + i for i in range(updated)},
             compiler_params=self.params,
             interpret=is_interpreting(),
-            name="paged_attention_decode" if self.tokens == 1 else "paged_attention",
+            name=self.name,
         )
         out, lse, *written = call(*operands.values())
-        return out, lse, Slots(*written)
+        return out, lse, pool if self.common else Slots(*written)
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        if self.common:
+            return "paged_attention_shared"
+        return "paged_attention_decode" if self.tokens == 1 else "paged_attention"
 
 
 class _Program(NamedTuple):
@@ -227,6 +273,8 @@ class _Program(NamedTuple):
             words = [self._of_token("hidden", i)[:, None] for i in range(self.refs["hidden"].shape[1])]
             least, own_place = jnp.minimum(position, branch), at - self._of_token("behind")[:, None]
         begin = jnp.int32(0) if options.window is None else jnp.maximum(least - options.window + 1, 0)
+        if "begin" in self.refs:
+            begin = self.refs["begin"][self.request]
         q = [self._load("q", (self.token, self.head), piece, self.real) for piece in plan.key_pieces]
         m, value_pieces = plan.tokens * plan.heads, pieces(plan.format.value_dim)
 
@@ -279,17 +327,19 @@ class _Program(NamedTuple):
         each = pl.cdiv(steps, plan.parts)
         mine = jnp.clip(steps - self.part * each, 0, each)
         state = fold(begin + self.part * each * plan.slots, mine, more(stop, of_pages), state)
-        # The step's own slots: the last part reads them.
-        own = jnp.maximum(self.start, begin)
-        steps = jnp.where(self.part == plan.parts - 1, pl.cdiv(jnp.maximum(end - own, 0), plan.slots), 0)
-        top, total, out = fold(own, steps, more(end, of_step), state)
+        if not plan.common:  # the step's own slots: the last part reads them
+            own = jnp.maximum(self.start, begin)
+            steps = jnp.where(self.part == plan.parts - 1, pl.cdiv(jnp.maximum(end - own, 0), plan.slots), 0)
+            state = fold(own, steps, more(end, of_step), state)
+        top, total, out = state
 
         safe, lse = blockwise.finish_softmax(top, total)
         for x, piece in zip(out, value_pieces, strict=True):
             self._store("out", (self.part, self.token, self.head), piece, self.real, x / safe)
         part = jnp.broadcast_to(self.part, self.token.shape)
         plgpu.store(self.refs["lse"].at[part, self.token, self.head], lse[:, 0], mask=self.real)
-        self._write(position)
+        if not plan.common:
+            self._write(position)
 
     # Interpret mode takes either slices or one index array per dimension, all of one shape, and also accesses masked
     # elements: these must lie beyond the end of the array or belong to the program.

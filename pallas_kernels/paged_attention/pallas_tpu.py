@@ -9,6 +9,9 @@ later on the same core and find them there.
 Rows of scores are a block's tokens, repeated for each of the query heads that read one kv head (GQA). A block of one
 token (decode) processes only its own rows, however many the others have.
 
+Shared pages are read in a call of their own, whose queries are those of all requests and which writes nothing; the
+other call begins behind them, see ``shared_pages``.
+
 Quantised pages come with a page of scales each, and a tile is decoded by the pages' KV cache format once it is in VMEM.
 The scales of a page are one tile: those of a block's own tokens are merged into the pages of scales that it writes to.
 
@@ -37,6 +40,7 @@ from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
+from pallas_kernels.paged_attention.two_phases import Phase, in_two_phases
 
 LANES = 128
 MAX_UNROLLED = 2**17
@@ -59,6 +63,7 @@ def paged_attention_pallas_tpu(
     softcap: float | None,
     decode_only: bool,
     tree: TreeMask | None = None,
+    shared: Int[Array, " R"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on TPUs: (output, pages); see ``paged_attention``.
 
@@ -81,10 +86,44 @@ def paged_attention_pallas_tpu(
         raise NotImplementedError(
             f"pallas_tpu takes a page table of up to {MAX_TABLE_ENTRIES} entries, not {list(ragged.page_table.shape)}."
         )
-    plan = _Plan.of(q, rows, format, ScoreOptions(scale, window, softcap), None if decode_only else ragged.requests)
+    options = ScoreOptions(scale, window, softcap)
+
+    if shared is None:
+        plan = _Plan.of(q, rows, format, options, None if decode_only else ragged.requests, None)
+        out, _, pool = _attend(plan, q, new, pool, layer, sinks, ragged, tree)
+        return out, pool
+
+    def attend(pool: Slots, ragged: RaggedBatch, phase: Phase) -> tuple[Array, Array, Slots]:
+        plan = _Plan.of(q, rows, format, options, ragged.requests if phase.is_first else None, phase)
+        sink = None if phase.is_first else sinks
+        out, lse, pool = _attend(plan, q, new, pool, layer, sink, ragged, None, phase.begin)
+        assert lse is not None
+        return out, lse, pool
+
+    out, pool = in_two_phases(attend, q.shape[0], pool, ragged, shared)
+    return out.astype(q.dtype), pool
+
+
+def _attend(
+    plan: _Plan,
+    q: Float[Array, "T N H"],
+    new: Slots,
+    pool: Slots,
+    layer: Int[Array, ""],
+    sinks: Float[Array, " N"] | None,
+    ragged: RaggedBatch,
+    tree: TreeMask | None,
+    begin: Int[Array, " R"] | None = None,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"] | None, Slots]:
+    """Output, logsumexp in one of two phases, and pages; ``begin`` as in ``Phase``."""
+    format = plan.format
     blocks = ragged.blocks(q.shape[0], plan.tokens)
-    operands = {"q": plan.queries(q, blocks), "new": plan.own(new.data, blocks)}
-    if new.scales is not None:
+    if plan.common:  # all slots before the tokens are seen, by all of them
+        blocks = blocks._replace(position=jnp.broadcast_to(ragged.offsets, blocks.position.shape))
+    operands = {"q": plan.queries(q, blocks)}
+    if not plan.common:
+        operands["new"] = plan.own(new.data, blocks)
+    if new.scales is not None and not plan.common:
         values = format.unpack(Slots(new.data[:, :, None], new.scales[..., None]), jnp.float32)[:, :, 0]
         operands["own"] = plan.own(values.astype(q.dtype), blocks)
         operands["new_scales"] = plan.own_scales(new.scales, blocks)
@@ -93,8 +132,12 @@ def paged_attention_pallas_tpu(
         operands["sink"] = jnp.tile(sinks.astype(jnp.float32).reshape(format.kv_heads, -1), (1, plan.tokens))[..., None]
     if tree is not None:
         operands["hidden"] = plan.hidden(tree, blocks)
-    out, pool = plan.call(operands, pool, layer, ragged, blocks, None if tree is None else tree.first)
-    return plan.values(out, ragged, q.shape[0]), pool
+    scalars = {} if tree is None else {"first": tree.first[blocks.request]}
+    if begin is not None:
+        scalars["begin"] = begin[blocks.request]
+    out, lse, pool = plan.call(operands, pool, layer, ragged, blocks, scalars)
+    values = plan.by_token(out, ragged, q.shape[0])[..., plan.own_values]
+    return values, None if lse is None else plan.by_token(lse, ragged, q.shape[0])[..., 0], pool
 
 
 class _Plan(NamedTuple):
@@ -109,6 +152,7 @@ class _Plan(NamedTuple):
         tile: U.
         heads: kv heads of one grid step; other cores process the rest.
         vmem_bytes: see ``config.PagedTpuBlocks``.
+        common, keeps_lse: the call is the first of two phases; it is one of them, and returns the logsumexp.
     """
 
     format: PageFormat
@@ -120,9 +164,13 @@ class _Plan(NamedTuple):
     tile: int
     heads: int
     vmem_bytes: int | None
+    common: bool
+    keeps_lse: bool
 
     @classmethod
-    def of(cls, q: Array, rows: Array, format: PageFormat, options: ScoreOptions, requests: int | None) -> _Plan:
+    def of(
+        cls, q: Array, rows: Array, format: PageFormat, options: ScoreOptions, requests: int | None, phase: Phase | None
+    ) -> _Plan:
         (t, n, _), (kv, page_size, width) = q.shape, rows.shape[2:]
         item = rows.dtype.itemsize
         blocks = config.tpu_blocks(target_device().kind, item)
@@ -130,7 +178,11 @@ class _Plan(NamedTuple):
         tokens = 1 if requests is None else config.block_tokens(t, requests, blocks.rows // n)
         slots = min(blocks.slots, blocks.scores // (tokens * (n // kv)), blocks.buffer_bytes // (heads * width * item))
         pages = config.power_of_two(slots // page_size)
-        return cls(format, options, page_size, n // kv, tokens, pages, 32 // item, heads, blocks.vmem_bytes)
+        common = phase is not None and phase.is_first
+        return cls(
+            format, options, page_size, n // kv, tokens, pages, 32 // item, heads, blocks.vmem_bytes, common,
+            phase is not None,
+        )  # fmt: skip
 
     @property
     def m(self) -> int:
@@ -193,14 +245,19 @@ class _Plan(NamedTuple):
         each = each[jnp.clip(blocks.first[:, None] + jnp.arange(self.tokens), 0, each.shape[0] - 1)]
         return jnp.repeat(each, self.group, axis=1)
 
-    def values(self, out: Float[Array, "I K M V2"], ragged: RaggedBatch, t: int) -> Float[Array, "T N V"]:
-        """Attention output in the order of the flat batch."""
+    @property
+    def own_values(self) -> slice:
+        """Part of what is accumulated that is values."""
+        start = self.format.value_start - self.value_lanes.start
+        return slice(start, start + self.format.value_dim)
+
+    def by_token(self, out: Float[Array, "I K M X"], ragged: RaggedBatch, t: int) -> Float[Array, "T N X"]:
+        """Rows of the kernel's output in the order of the flat batch; zeros for padding."""
         tokens = ragged.tokens(t)
         block, place = ragged.block_and_row(self.tokens, tokens)
         out = out.reshape(out.shape[0], self.format.kv_heads, self.tokens, self.group, -1)
-        start = self.format.value_start - self.value_lanes.start
-        out = out[jnp.clip(block, 0, out.shape[0] - 1), :, place][..., start : start + self.format.value_dim]
-        return jnp.where(tokens.real[:, None, None], out.reshape(t, -1, self.format.value_dim), 0)
+        out = out[jnp.clip(block, 0, out.shape[0] - 1), :, place]
+        return jnp.where(tokens.real[:, None, None], out.reshape(t, -1, out.shape[-1]), 0)
 
     def call(
         self,
@@ -209,9 +266,9 @@ class _Plan(NamedTuple):
         layer: Array,
         ragged: RaggedBatch,
         blocks: TokenBlocks,
-        first: Int[Array, " R"] | None,
-    ) -> tuple[Float[Array, "I K M V2"], Slots]:
-        """Runs the kernel at every block, for the kv heads of every core; ``first`` as in ``TreeMask``."""
+        of_blocks: dict[str, Int[Array, " I"]],
+    ) -> tuple[Float[Array, "I K M V2"], Float[Array, "I K M 1"] | None, Slots]:
+        """Runs the kernel at every block, for the kv heads of every core; ``of_blocks``: further scalars of blocks."""
         updated = [x for x in (pool.data, pool.scales) if x is not None]
         columns, numbers = ragged.page_table.shape[1], pool.data.shape[1]
         table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # unused entries may be anything
@@ -221,9 +278,8 @@ class _Plan(NamedTuple):
             "row": blocks.request * columns,
             "tokens": blocks.tokens,
             "position": blocks.position,
+            **of_blocks,
         }
-        if first is not None:
-            scalars["first"] = first[blocks.request]
         width = self.value_lanes.stop - self.value_lanes.start
         dtype = pool.data.dtype
         scratch = {
@@ -235,14 +291,18 @@ class _Plan(NamedTuple):
             "fetched": pltpu.SemaphoreType.DMA((2,)),
             "tiled": pltpu.SemaphoreType.DMA,
         }
+        made = {"out": (width, jnp.float32 if self.keeps_lse else operands["q"].dtype)}
+        if self.keeps_lse:
+            made["lse"] = 1, jnp.float32
         results = ["pool"]
         if pool.scales is not None:
             page = (self.heads, self.format.scales, self.page_size)
             scratch["scale_buffer"] = pltpu.VMEM((2, self.pages, *page), jnp.float32)
             scratch["scale_tiles"] = pltpu.VMEM((self.own_pages, *page), jnp.float32)
             results.append("scales")
-        unused = [f"_{name}" for name in results]
-        names = (*scalars, *operands, *unused, "out", *results, *scratch)
+        read = results if self.common else [f"_{name}" for name in results]
+        written = [] if self.common else results
+        names = (*scalars, *operands, *read, *made, *written, *scratch)
 
         def body(*refs: Any) -> None:
             _Step(self, dict(zip(names, refs, strict=True))).run()
@@ -252,25 +312,36 @@ class _Plan(NamedTuple):
         call = pl.pallas_call(
             body,
             out_shape=[
-                result_like(operands["q"], (*operands["q"].shape[:3], width), operands["q"].dtype),
-                *(result_like(x, x.shape, x.dtype) for x in updated),
+                *(result_like(operands["q"], (*operands["q"].shape[:3], x), dtype) for x, dtype in made.values()),
+                *(result_like(x, x.shape, x.dtype) for x in updated[: len(written)]),
             ],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(cores, blocks.request.shape[0]),
                 in_specs=[*(self._spec(name, x.shape) for name, x in operands.items()), *(anywhere for _ in updated)],
-                out_specs=[self._spec("out", (*operands["q"].shape[:3], width)), *(anywhere for _ in updated)],
+                out_specs=[
+                    *(self._spec(name, (*operands["q"].shape[:3], x)) for name, (x, _) in made.items()),
+                    *(anywhere for _ in written),
+                ],
                 scratch_shapes=list(scratch.values()),
             ),
-            input_output_aliases={len(scalars) + len(operands) + i: 1 + i for i in range(len(updated))},
+            input_output_aliases={len(scalars) + len(operands) + i: len(made) + i for i in range(len(written))},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=self.vmem_bytes
             ),
             interpret=interpret_tpu(),
-            name="paged_attention_decode" if self.tokens == 1 else "paged_attention",
+            name=self.name,
         )
-        out, *written = call(*scalars.values(), *operands.values(), *updated)
-        return out, Slots(*written)
+        found = call(*scalars.values(), *operands.values(), *updated)
+        after = pool if self.common else Slots(*found[len(made) :])
+        return found[0], found[1] if self.keeps_lse else None, after
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        if self.common:
+            return "paged_attention_shared"
+        return "paged_attention_decode" if self.tokens == 1 else "paged_attention"
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
         if name == "row_token":
@@ -291,7 +362,7 @@ class _Step:
         refs: refs by name.
         tokens, position: number of tokens of the block, and position of its first token.
         first: slot of the tree's first token; without a tree the block's.
-        begin: first visible position (sliding window).
+        begin: first visible position (sliding window, or behind the shared pages).
         scaled: whether the pages are quantised.
     """
 
@@ -303,6 +374,8 @@ class _Step:
         self.first = refs["first"][block] if "first" in refs else self.position
         least = jnp.minimum(self.position, self.first)
         self.begin = 0 if window is None else jnp.maximum(least - window + 1, 0)
+        if "begin" in refs:
+            self.begin = refs["begin"][block]
         self.head = pl.program_id(0) * plan.heads
         self.scaled = "scales" in refs
 
@@ -384,12 +457,15 @@ class _Step:
             self._block(m, slots, at, self.position)
 
         jax.lax.fori_loop(0, steps, more, None)
-        aligned = self.position - jax.lax.rem(self.position, plan.tile)
-        own = refs["own" if self.scaled else "new"]
-        self._block(m, lambda head: own[head], aligned, self.position + self.tokens, self.position)
+        if not plan.common:
+            aligned = self.position - jax.lax.rem(self.position, plan.tile)
+            own = refs["own" if self.scaled else "new"]
+            self._block(m, lambda head: own[head], aligned, self.position + self.tokens, self.position)
 
         def finish(head: Any) -> None:
-            safe, _ = blockwise.finish_softmax(top[head], total[head])
+            safe, lse = blockwise.finish_softmax(top[head], total[head])
+            if plan.keeps_lse:
+                refs["lse"][head, :m] = lse
             refs["out"][head, :m] = (acc[head] / safe).astype(refs["out"].dtype)
 
         self._each_head(finish, acc.size // plan.heads)
@@ -466,7 +542,7 @@ class _Step:
     def _each_tile(self, action: Any) -> None:
         plan = self.plan
         offset = jax.lax.rem(self.position, plan.tile)
-        for i in range(plan.own_slots // plan.tile):
+        for i in range(0 if plan.common else plan.own_slots // plan.tile):
             pl.when(i * plan.tile < offset + self.tokens)(functools.partial(action, i))
 
     def _merge(self, i: int) -> None:
@@ -501,7 +577,7 @@ class _Step:
         """Calls ``action(i)`` for each page that the block writes to, if the pages have scales."""
         plan = self.plan
         offset = jax.lax.rem(self.position, plan.page_size)
-        for i in range(plan.own_pages if self.scaled else 0):
+        for i in range(plan.own_pages if self.scaled and not plan.common else 0):
             pl.when(i * plan.page_size < offset + self.tokens)(functools.partial(action, i))
 
     def _merge_scales(self, i: int) -> None:

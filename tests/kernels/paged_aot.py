@@ -45,6 +45,7 @@ class Shape:
     dtype: str = "bfloat16"
     encoding: str = "plain"
     words: int = 0  # of the tree mask
+    two_phase: bool = False  # first the pages that requests share
 
     @property
     def format(self) -> PageFormat:
@@ -79,6 +80,8 @@ SHAPES = {
     "gpt-oss-20b, mixed": mixed(_GPT_OSS),
     "DeepSeek-V3, decode": _MLA,
     "DeepSeek-V3, an eighth of the heads, mixed": mixed(dataclasses.replace(_MLA, n=16)),
+    "Llama-3-8B, decode in two phases": dataclasses.replace(_LLAMA, two_phase=True),
+    "DeepSeek-V3, decode in two phases": dataclasses.replace(_MLA, two_phase=True),
     "Phi-3-mini, decode": Shape(32, 32, 96, held=32768),
     "Phi-2, mixed": mixed(Shape(32, 32, 80, held=65536)),
     "Llama-3-8B, trees of 32 tokens": trees(_LLAMA, 1),
@@ -91,6 +94,7 @@ QUANTISED = {
     "Llama-3-8B, mixed, fp8": mixed(dataclasses.replace(_LLAMA, page=64, encoding="fp8")),
     "gpt-oss-20b, mixed, int8": mixed(dataclasses.replace(_GPT_OSS, page=64, encoding="int8")),
     "DeepSeek-V3, decode, fp8": dataclasses.replace(_MLA, encoding="fp8"),
+    "Llama-3-8B, decode in two phases, int8": dataclasses.replace(_LLAMA, page=64, encoding="int8", two_phase=True),
 }
 """With quantised pages."""
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)
@@ -117,11 +121,13 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     arguments += [array(size, dtype="int32") for size in (x.requests + 1, x.requests)]
     arguments += [array(x.requests, -(-x.longest // x.page), dtype="int32"), array(dtype="int32", split=None)]
     arguments += [array(x.tokens, x.words, dtype="int32"), array(x.requests, dtype="int32")] if x.words else []
+    arguments += [array(x.requests, dtype="int32")] if x.two_phase else []
     specs = tuple(argument.sharding.spec for argument in arguments)
 
     def step(*given: Any) -> Any:
         (rows, *scales), (q, k, *rest) = given[: len(pages)], given[len(pages) :]
         v, (starts, lens, table, layer, *tree) = (None, rest) if x.latent else (rest[0], rest[1:])
+        shared = tree.pop() if x.two_phase else None
         out, pool = paged_attention(
             q,
             k,
@@ -137,6 +143,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
             window=x.window,
             softcap=x.softcap,
             decode_only=x.decode_only,
+            shared=shared,
             implementation=f"pallas_{topology.platform}",
         )
         return *jax.tree.leaves(pool.slots), out

@@ -122,7 +122,6 @@ _GPU = {
     "wrong slot": ("mask), self.kv_head, at %", "mask), self.kv_head, (at + 1) %"),
     "missing rescale": ("x * keep + dot", "x + dot"),
     "another's queries": ("kv_head * plan.group + head", "head"),
-    "parts not weighed": ("jnp.where(weights > 0.0, out, 0.0) * weights", "jnp.where(weights > 0.0, out, 0.0)"),
     "new slots in every part": ("jnp.where(self.part == plan.parts - 1, pl.cdiv", "jnp.where(self.part >= 0, pl.cdiv"),
     "branches seen": ("seen & jnp.logical_not(hides(words, (kv_pos - branch)[None]))", "seen"),
     "window by slots": ('at - self._of_token("behind")[:, None]', "at"),
@@ -151,6 +150,11 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     **{(name, what): edit for name in PLAIN for what, edit in _WRONG_SLOT.items()},
     **{("pallas_tpu", what): ("pallas_tpu", *edit) for what, edit in _TPU.items()},
     **{("pallas_gpu", what): ("pallas_gpu", *edit) for what, edit in _GPU.items()},
+    ("pallas_gpu", "parts not weighed"): (
+        "two_phases",
+        "jnp.where(weights > 0.0, out, 0.0) * weights",
+        "jnp.where(weights > 0.0, out, 0.0)",
+    ),
 }
 """(implementation, mistake) -> (module of the package, text, text with the mistake)."""
 

@@ -19,7 +19,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.paged_attention import PageFormat, PagePool, TreeMask, paged_attention
-from pallas_kernels.paged_attention.kernel_support import check_one_phase
 from pallas_kernels.paged_attention.kv_formats import kv_format
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.shared_pages import check_shared
@@ -242,8 +241,6 @@ def test_what_does_not_go_together_is_refused(rng):
         call(q, k, v, pool, LAYER, table, starts, lens, shared=lens, window=3, decode_only=True)
     with pytest.raises(ValueError, match=r"\[6\] numbers of shared pages for 7 requests"):
         check_shared(lens[1:], 7, decode_only=True, window=None, retention=None, others={})
-    with pytest.raises(NotImplementedError, match="pallas_tpu reads each request's pages for itself"):
-        check_one_phase("pallas_tpu", lens)
     latent = PagePool.zeros(PageFormat(1, 4, 3, latent=True), layers=LAYERS, pages=2, page_size=8, dtype=jnp.float32)
     with pytest.raises(ValueError, match="give the scale"):
         call(q, k[:, :1], None, latent, LAYER, table, starts, lens)

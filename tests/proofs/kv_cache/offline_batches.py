@@ -52,7 +52,7 @@ def about_documents(rng: np.random.Generator, params: dict[str, Any] | None = No
     prompts: Prompts = []
     for _ in range(9):
         document = [*instruction, *rng.integers(0, VOCAB, size * int(rng.integers(4, 7))).tolist()]
-        longest = int(rng.choice([3, 18]))
+        longest = int(rng.choice([3, 14]))
         for _ in range(int(rng.integers(1, 7))):
             own = rng.integers(0, VOCAB, int(rng.integers(1, 8))).tolist()
             tokens = {"max_tokens": int(rng.integers(1, longest + 1)), "temperature": 0.0} | (params or {})
@@ -69,12 +69,12 @@ def unique_tokens(prompts: Prompts) -> int:
 
 @proof("kv_cache", count=40, sample=2)
 def trees_are_prefilled_once(seed: int) -> None:
-    """Four batches of questions about documents behind one instruction, more than there are pages for, first come,
+    """Six batches of questions about documents behind one instruction, more than there are pages for, first come,
     first served with an LRU prefix cache beside groups, and groups admitted by known lengths: the same tokens; every
     token of the prefix tree is computed once, nothing is preempted, and in all there are fewer steps and peak pages;
     with predictions, which leave a tenth of the pages, fewer of these again."""
     rng, sums = np.random.default_rng(seed), np.zeros((3, 2), int)
-    for _ in range(4):
+    for _ in range(6):
         prompts = about_documents(rng)
         played = [
             play(prompts, POLICIES[name], lambda prompt, most: float(most))
