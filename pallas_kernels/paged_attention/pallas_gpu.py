@@ -39,7 +39,7 @@ from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
-from pallas_kernels.paged_attention.two_phases import Phase, in_two_phases, merge_parts
+from pallas_kernels.paged_attention.two_phases import AttentionPhase, in_two_phases, merge_parts
 
 MIN_DOT_DIM = 16
 """Smallest dimension of a Triton dot."""
@@ -78,7 +78,7 @@ def paged_attention_pallas_gpu(
         out, _, pool = _attend(plan, q, new, pool, layer, sinks, ragged, tree)
         return out.astype(q.dtype), pool
 
-    def attend(pool: Slots, ragged: RaggedBatch, phase: Phase) -> tuple[Array, Array, Slots]:
+    def attend(pool: Slots, ragged: RaggedBatch, phase: AttentionPhase) -> tuple[Array, Array, Slots]:
         plan = _Plan.of(q, pool.data, ragged, format, options, decode_only, phase)
         return _attend(plan, q, new, pool, layer, None if plan.common else sinks, ragged, None, phase.begin)
 
@@ -97,7 +97,7 @@ def _attend(
     tree: TreeMask | None,
     begin: Int[Array, " R"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"], Slots]:
-    """Output, logsumexp and pages; ``begin`` as in ``Phase``."""
+    """Output, logsumexp and pages; ``begin`` as in ``AttentionPhase``."""
     tokens = ragged.tokens(q.shape[0])
     operands = {"q": q, "new": new.data, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
     blocks = ragged.blocks(q.shape[0], plan.tokens)
@@ -146,7 +146,7 @@ class _Plan(NamedTuple):
     @classmethod
     def of(
         cls, q: Array, rows: Array, ragged: RaggedBatch, format: PageFormat, options: ScoreOptions, decode_only: bool,
-        phase: Phase | None,
+        phase: AttentionPhase | None,
     ) -> _Plan:  # fmt: skip
         (t, n, _), (kv, page_size) = q.shape, rows.shape[2:4]
         blocks = config.gpu_blocks(target_device().kind, max(format.key_dim, format.value_dim), q.dtype.itemsize)

@@ -40,7 +40,7 @@ from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
-from pallas_kernels.paged_attention.two_phases import Phase, in_two_phases
+from pallas_kernels.paged_attention.two_phases import AttentionPhase, in_two_phases
 
 LANES = 128
 MAX_UNROLLED = 2**17
@@ -93,7 +93,7 @@ def paged_attention_pallas_tpu(
         out, _, pool = _attend(plan, q, new, pool, layer, sinks, ragged, tree)
         return out, pool
 
-    def attend(pool: Slots, ragged: RaggedBatch, phase: Phase) -> tuple[Array, Array, Slots]:
+    def attend(pool: Slots, ragged: RaggedBatch, phase: AttentionPhase) -> tuple[Array, Array, Slots]:
         plan = _Plan.of(q, rows, format, options, ragged.requests if phase.is_first else None, phase)
         sink = None if phase.is_first else sinks
         out, lse, pool = _attend(plan, q, new, pool, layer, sink, ragged, None, phase.begin)
@@ -115,7 +115,7 @@ def _attend(
     tree: TreeMask | None,
     begin: Int[Array, " R"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"] | None, Slots]:
-    """Output, logsumexp in one of two phases, and pages; ``begin`` as in ``Phase``."""
+    """Output, logsumexp in one of two phases, and pages; ``begin`` as in ``AttentionPhase``."""
     format = plan.format
     blocks = ragged.blocks(q.shape[0], plan.tokens)
     if plan.common:  # all slots before the tokens are seen, by all of them
@@ -169,7 +169,13 @@ class _Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, q: Array, rows: Array, format: PageFormat, options: ScoreOptions, requests: int | None, phase: Phase | None
+        cls,
+        q: Array,
+        rows: Array,
+        format: PageFormat,
+        options: ScoreOptions,
+        requests: int | None,
+        phase: AttentionPhase | None,
     ) -> _Plan:
         (t, n, _), (kv, page_size, width) = q.shape, rows.shape[2:]
         item = rows.dtype.itemsize

@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.pages import Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 
 
-class Phase(NamedTuple):
+class AttentionPhase(NamedTuple):
     """Phase of a kernel call.
 
     Attributes:
@@ -38,7 +38,7 @@ class Phase(NamedTuple):
 
 
 def in_two_phases(
-    attend: Callable[[Slots, RaggedBatch, Phase], tuple[Float[Array, "T N V"], Float[Array, "T N"], Slots]],
+    attend: Callable[[Slots, RaggedBatch, AttentionPhase], tuple[Float[Array, "T N V"], Float[Array, "T N"], Slots]],
     tokens: int,
     pool: Slots,
     ragged: RaggedBatch,
@@ -55,10 +55,10 @@ def in_two_phases(
     reach = shared[leader] * page_size
     starts = jnp.array([0, tokens], jnp.int32)
     together = RaggedBatch(ragged.page_table[leader][None], starts, reach[None] + tokens)
-    common, common_lse, _ = attend(pool, together, Phase(None))
+    common, common_lse, _ = attend(pool, together, AttentionPhase(None))
     # The second call writes to the pages in place: otherwise XLA copies them for the first.
     common, pool = jax.lax.optimization_barrier((common, pool))
-    own, own_lse, pool = attend(pool, ragged, Phase(shared * page_size))
+    own, own_lse, pool = attend(pool, ragged, AttentionPhase(shared * page_size))
     rows = ragged.tokens(tokens)
     member = rows.real & (shared[rows.request] > 0)
     common_lse = jnp.where(member[:, None], common_lse, -MASK_VALUE)

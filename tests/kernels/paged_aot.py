@@ -80,8 +80,6 @@ SHAPES = {
     "gpt-oss-20b, mixed": mixed(_GPT_OSS),
     "DeepSeek-V3, decode": _MLA,
     "DeepSeek-V3, an eighth of the heads, mixed": mixed(dataclasses.replace(_MLA, n=16)),
-    "Llama-3-8B, decode in two phases": dataclasses.replace(_LLAMA, two_phase=True),
-    "DeepSeek-V3, decode in two phases": dataclasses.replace(_MLA, two_phase=True),
     "Phi-3-mini, decode": Shape(32, 32, 96, held=32768),
     "Phi-2, mixed": mixed(Shape(32, 32, 80, held=65536)),
     "Llama-3-8B, trees of 32 tokens": trees(_LLAMA, 1),
@@ -94,9 +92,14 @@ QUANTISED = {
     "Llama-3-8B, mixed, fp8": mixed(dataclasses.replace(_LLAMA, page=64, encoding="fp8")),
     "gpt-oss-20b, mixed, int8": mixed(dataclasses.replace(_GPT_OSS, page=64, encoding="int8")),
     "DeepSeek-V3, decode, fp8": dataclasses.replace(_MLA, encoding="fp8"),
-    "Llama-3-8B, decode in two phases, int8": dataclasses.replace(_LLAMA, page=64, encoding="int8", two_phase=True),
 }
 """With quantised pages."""
+TWO_PHASES = {
+    "Llama-3-8B": dataclasses.replace(_LLAMA, two_phase=True),
+    "Llama-3-8B, int8": dataclasses.replace(_LLAMA, page=64, encoding="int8", two_phase=True),
+    "DeepSeek-V3": dataclasses.replace(_MLA, two_phase=True),
+}
+"""Decode steps whose requests share pages."""
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)
 
 
@@ -159,5 +162,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
 def compile_cell(shape: str, topology: str) -> dict[str, float]:
     """Compiles a cell in a child process; raises what the compiler says."""
     return run_isolated(
-        "tests.kernels.paged_aot:compile_on", topology, {"shape": dataclasses.asdict((SHAPES | QUANTISED)[shape])}
+        "tests.kernels.paged_aot:compile_on",
+        topology,
+        {"shape": dataclasses.asdict((SHAPES | QUANTISED | TWO_PHASES)[shape])},
     )

@@ -17,7 +17,7 @@ from pallas_kernels._compat import interpreting
 from pallas_kernels.paged_attention import PageFormat, PagePool, paged_attention
 from tests import quick
 from tests.infer import engines
-from tests.kernels import paged_body, races
+from tests.kernels import paged_aot, paged_body, races
 from tests.proofs.harness import proof
 
 KINDS = {
@@ -116,6 +116,15 @@ def kernels_in_two_phases(case: tuple[str, str, int]) -> float:
         _attend.cache_clear()
     np.testing.assert_array_equal(found[1], want[1])
     return float(paged_body.error(found[0], np.asarray(want[0])))
+
+
+@proof("kv_cache", cases=[(shape, topology) for shape in paged_aot.TWO_PHASES for topology in paged_aot.TOPOLOGIES],
+       sample=1, bound=0.1)  # fmt: skip
+def two_phases_compile(case: tuple[str, str]) -> float:
+    """Compiled for each kind of device: bytes of temporaries over those of arguments and results, which have the pages
+    twice: no copy of them is made."""
+    found = paged_aot.compile_cell(*case)
+    return found["temp_bytes"] / found["bytes"]
 
 
 @proof("kv_cache", count=300, sample=10)
