@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.infer import Engine, Request
 from jaxllm.infer.pools.pool_argument import PoolSizes
 from jaxllm.infer.pools.pooled_runner import PooledRunner
-from jaxllm.infer.scheduling.policies import Deadline, Fair, Grouped, Predicted, Priority, Service, Shortest
+from jaxllm.infer.scheduling.policies import Deadline, Fair, Grouped, Packed, Predicted, Priority, Service, Shortest
 from tests.infer import engines
 from tests.proofs.harness import proof
 
@@ -23,7 +23,17 @@ DEGREES = {
 }  # fmt: skip
 """Model -> devices that its heads, experts and widths divide over."""
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "one after the other")
-POLICIES = (None, Fair(), Priority(30.0), Shortest(20.0), Deadline(30.0), Predicted(), Grouped())
+POLICIES = (
+    None,
+    Fair(),
+    Priority(30.0),
+    Shortest(20.0),
+    Deadline(30.0),
+    Predicted(),
+    Packed(),
+    Grouped(),
+    Grouped(0.9),
+)
 
 
 def drawn_pools(rng: np.random.Generator, degrees: tuple[int, ...]) -> str:
