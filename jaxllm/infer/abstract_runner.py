@@ -10,7 +10,7 @@ import sharding
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner.model_runner import ModelRunner
-from jaxllm.infer.runner.paged_cache import layer_groups, pool_sizes
+from jaxllm.infer.runner.paged_cache import check_pages, layer_groups, pool_sizes
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import check_mesh, placements, serving_model
@@ -52,6 +52,7 @@ class AbstractRunner(ModelRunner):
             choose_max_len(model.config, config.max_len, None),
         )
         columns = -(-max_len // config.page_size)
+        check_pages(groups, config.page_size)
         pages = pool_sizes(config, groups, config.page_size, columns, config.pages)
         self.spec = RunnerSpec(groups, pages, config.page_size, columns, max_len, model.config.vocab_size, replicas)
         self.adapter_pool, self._heads, self._swaps = None, {}, False

@@ -40,7 +40,7 @@ class EngineConfig:
         top_logprobs: upper limit of ``SamplingParams.logprobs``.
         kv_dtype: dtype of the KV cache: "auto": the model's compute dtype; "bfloat16"; "int8" or "fp8" (float8_e4m3fn),
             which have a float32 scale for each token's key and one for its value, per kv head; "int4", "bfp4", "kivi4",
-            "kivi2" (docs/serve/kv_cache.md); or another quantised row of
+            "kivi2", "shadowkv:RANK,TOKENS,OUTLIERS" (docs/serve/kv_cache.md); or another quantised row of
             ``pallas_kernels.paged_attention.kv_formats.KV_FORMATS``.
         retention: row of ``jaxllm.infer.runner.paged_cache.RETENTION_RULES``: a rule that decides which tokens leave
             the KV cache of the layers without a sliding window, with its sizes, such as "window+sinks:1024,4"; None:
@@ -131,10 +131,13 @@ class EngineConfig:
             raise ValueError(f"engine: samplers = {self.samplers}; legal: a tuple of 'plain' and 'full'.")
         if self.preemption not in ("recompute", "swap"):
             raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
-        if self.kv_dtype not in ("auto", "bfloat16") and self.kv_dtype not in (rows := _quantised_formats()):
+        name = self.kv_dtype.partition(":")[0]
+        if self.kv_dtype not in ("auto", "bfloat16") and name not in (rows := _quantised_formats()):
             raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
         if self.residual_window:
             self._check_whole_pages()
+        if self.values_on_host:
+            self._check_host_values()
         self._check_clusters()
         self._check_chunks()
         self._check_two_phase()
@@ -271,20 +274,27 @@ class EngineConfig:
     @property
     def residual_window(self) -> int:
         """Latest tokens of a sequence in full precision, where the KV cache format encodes whole pages; else 0."""
+        return 0 if (form := self._kv_format) is None else form.residual
+
+    @property
+    def values_on_host(self) -> bool:
+        """Whether the KV cache format keeps the elements of pages in host memory."""
+        return (form := self._kv_format) is not None and form.on_host
+
+    @property
+    def _kv_format(self) -> Any:
+        """KV cache format of its own; None where pages have values of a dtype."""
         if self.kv_dtype in ("auto", "bfloat16"):
-            return 0
+            return None
+        # Imported here: configurations are read without importing JAX.
         from pallas_kernels.paged_attention.kv_formats import kv_format
 
-        return kv_format(self.kv_dtype).residual
+        return kv_format(self.kv_dtype)
 
     @property
     def orders_channels(self) -> bool:
         """Whether the KV cache format wants the channels of keys and values in the order of their sizes."""
-        if self.kv_dtype in ("auto", "bfloat16"):
-            return False
-        from pallas_kernels.paged_attention.kv_formats import kv_format
-
-        return kv_format(self.kv_dtype).orders_channels
+        return (form := self._kv_format) is not None and form.orders_channels
 
     def _check_whole_pages(self) -> None:
         """Checks what goes with a format that encodes a page at once, behind the latest tokens."""
@@ -303,6 +313,22 @@ class EngineConfig:
             raise ValueError(
                 f"engine: kv_dtype = {self.kv_dtype!r} has room for page_size = {self.page_size} draft tokens, not "
                 f"verify_tokens = {self.verify_tokens}."
+            )
+
+    def _check_host_values(self) -> None:
+        """Checks what goes with a format whose values are in host memory, and of which a query reads chosen chunks."""
+        proposes = self.verify_tokens > 0 or self.speculate is not None
+        wrong = {
+            f"speculate = {self.speculate!r} and verify_tokens = {self.verify_tokens}": proposes,
+            f"head_clusters = {self.head_clusters} (chai)": self.head_clusters > 1,
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages} (a mesh with stage)": self.stages > 1,
+            "kv_host_gib and kv_disk, tiers of pages that are on the device": self.has_tiers,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so):
+            raise ValueError(
+                f"engine: kv_dtype = {self.kv_dtype!r} keeps values in host memory; it does not go with {name}. Leave "
+                "one of them out, or use kivi4 or int4 with that."
             )
 
     def _check_clusters(self) -> None:

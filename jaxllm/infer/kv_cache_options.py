@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from jaxllm.infer.engine_config import EngineConfig
 
-KvFormat = Literal["auto", "bf16", "bfloat16", "int8", "fp8", "int4", "bfp4", "kivi4", "kivi2"]
-"""Values of ``--kv-format``; bf16 and bfloat16 are the same."""
+KvFormat = str
+"""Value of ``--kv-format``: auto, bf16 or bfloat16, which are the same, int8, fp8, int4, bfp4, kivi4, kivi2, or
+shadowkv, which may have its sizes behind a colon."""
 KEEP_ALL = "all"
 """Value of ``--kv-keep`` with which no token leaves the KV cache."""
 CLUSTERED = "chai"
@@ -25,7 +25,8 @@ def with_kv_cache(
 ) -> EngineConfig:
     """Configuration of an engine with a KV cache in a format, and with a retention rule.
 
-    With a retention rule there is no prefix cache: a page's entries change after it is full.
+    With a retention rule there is no prefix cache: a page's entries change after it is full. A format may have a page
+    size of its own.
 
     Args:
         config: configuration of an engine.
@@ -39,8 +40,11 @@ def with_kv_cache(
         ValueError: there is no such format or rule, or they do not go with the configuration.
     """
     from jaxllm.infer.runner.paged_cache import retention_rule
+    from pallas_kernels.paged_attention import kv_formats
 
     dtype = "bfloat16" if kv_format == "bf16" else kv_format
+    if kv_formats.is_quantised(dtype) and (size := kv_formats.kv_format(dtype).page_size) is not None:
+        config = replace(config, page_size=size)
     tiers = {"kv_host_gib": kv_host, "kv_disk": None if kv_disk is None else str(kv_disk)}
     if kv_keep == KEEP_ALL:
         return replace(config, kv_dtype=dtype, **tiers)

@@ -22,6 +22,7 @@ from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.scoring.text_scorer import TextScorer
 from jaxllm.serve.utilisation import ProgramUtilisation, program_utilisation
 from jaxllm.text import ChatTemplate, Tokenizer
+from pallas_kernels.paged_attention.pages import HOST_MEMORY
 
 
 @dataclass(frozen=True)
@@ -244,9 +245,11 @@ def describe(engine: Engine) -> dict[str, Any]:
         out["cache"] = {
             "kinds": sorted({group.dtype for group in spec.groups}),
             "dtypes": sorted({str(x.dtype) for x in held}),
-            "bytes": sum(x.nbytes for x in held),
+            "bytes": sum(x.nbytes for x in held if x.sharding.memory_kind != HOST_MEMORY),
             "token_bytes": runner.token_bytes,
         }
+        if engine.config.values_on_host:
+            out["cache"]["host_bytes"] = sum(x.nbytes for x in held if x.sharding.memory_kind == HOST_MEMORY)
     if engine.config.retention is not None:
         out.setdefault("cache", {})["retention"] = engine.retention_report()
     if engine.metrics.cut_tokens:

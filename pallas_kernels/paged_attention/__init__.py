@@ -6,4 +6,5 @@ from pallas_kernels.paged_attention.api import paged_attention as paged_attentio
 from pallas_kernels.paged_attention.pages import PageFormat as PageFormat
 from pallas_kernels.paged_attention.pages import PagePool as PagePool
 from pallas_kernels.paged_attention.pages import Slots as Slots
+from pallas_kernels.paged_attention.shadow import shadow_format as shadow_format
 from pallas_kernels.paged_attention.tree_mask import TreeMask as TreeMask

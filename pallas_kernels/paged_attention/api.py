@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention
+from pallas_kernels.paged_attention.shadow.shadow_format import Turn
 from pallas_kernels.paged_attention.shared_pages import check_shared
 from pallas_kernels.paged_attention.tree_mask import TreeMask
 from pallas_kernels.paged_attention.xla import paged_attention_xla
@@ -31,6 +32,7 @@ def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
 
     check_positional("pallas_tpu", kw.pop("retention"))
     check_each_token("pallas_tpu", kw["format"], kw.pop("residual"))
+    kw.pop("turn")  # of pages that have been refused
     return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
@@ -39,6 +41,7 @@ def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
 
     check_positional("pallas_gpu", kw.pop("retention"))
     check_each_token("pallas_gpu", kw["format"], kw.pop("residual"))
+    kw.pop("turn")  # of pages that have been refused
     return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 
@@ -70,6 +73,7 @@ def paged_attention(
     scores: Float[Array, "T K"] | None = None,
     tree: TreeMask | None = None,
     shared: Int[Array, " R"] | None = None,
+    turn: Turn | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "T N V"], PagePool]:
     """Paged attention: writes a step's keys and values into their pages and attends to each request's context so far.
@@ -108,6 +112,8 @@ def paged_attention(
         shared: in a decode step: how many of each request's first pages are those of all requests with such pages, and
             read once for all of them, see ``shared_pages``: one number, or 0; no request writes to them. None: each
             request's pages are read for itself.
+        turn: where the pool's format keeps keys as they are before RoPE: rotates keys [*any, H] as if they were
+            Int[Array, "*any"] positions later; None: the model has no rotation.
         implementation: "pallas_tpu", "pallas_gpu", "xla" or "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
@@ -129,6 +135,8 @@ def paged_attention(
             "paged_attention: ring buffers belong to a pool whose pages are encoded as a whole, without a retention "
             "rule; see PagePool.zeros."
         )
+    if turn is not None and not pool.format.kv_format.chunk:
+        raise ValueError(f"paged_attention: turn is for keys without rotation, and {pool.format} holds rotated ones.")
     if tree is not None:
         _check_tree(tree, q, kv_lens, decode_only=decode_only, alone=retention is None and residual is None)
     if shared is not None:
@@ -181,6 +189,7 @@ def paged_attention(
         residual=rings,
         tree=tree,
         shared=shared,
+        turn=turn,
     )
     return out, PagePool(slots.data, pool.format, *slots[1:])
 

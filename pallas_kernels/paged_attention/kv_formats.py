@@ -37,6 +37,9 @@ class KVFormat:
         residual: the latest tokens of a sequence that are kept in full precision, in an array of their own; a page is
             encoded as a whole once it is behind them, see ``residual_window``. 0: each token is encoded by itself.
         orders_channels: the engine reorders the channels of keys and values in the weights, by size.
+        chunk: tokens of a chunk, of which a query reads those that it chooses, see ``chosen_chunks``; 0: it reads all.
+        on_host: the elements of slots are in host memory; attention fetches what it needs of them.
+        page_size: positions of a page that the commands choose for this format; None: as for any.
     """
 
     scales: int = 0
@@ -44,6 +47,9 @@ class KVFormat:
     quantised: bool = False
     residual: int = 0
     orders_channels: bool = False
+    chunk: int = 0
+    on_host: bool = False
+    page_size: int | None = None
 
     def elements(self, parts: tuple[int, ...]) -> int:
         """Stored elements of a slot, without padding; ``parts`` as in ``encode``."""
@@ -192,16 +198,27 @@ at most s / 2 in int8, and max(|x| / 16, s / 1024) in fp8. ``EngineConfig.kv_dty
 
 
 def kv_format(name: str) -> KVFormat:
-    """KV cache format by its name.
+    """KV cache format by its name, with sizes behind a colon where its row reads them with ``of``.
 
     Raises:
-        ValueError: there is no such row; lists the names that there are.
+        ValueError: there is no such row, or the sizes are not legal; says what is.
     """
+    name, colon, sizes = name.partition(":")
     if name not in KV_FORMATS:
         raise ValueError(f"PageFormat: no encoding {name!r}; choose one of {tuple(KV_FORMATS)}, or add a row.")
-    return KV_FORMATS[name]
+    row = KV_FORMATS[name]
+    if not colon:
+        return row
+    if not hasattr(row, "of"):
+        raise ValueError(f"kv_dtype = '{name}:{sizes}': the format {name!r} has no sizes to give.")
+    return row.of(sizes)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def quantised_formats() -> tuple[str, ...]:
     """Names of the formats whose values that are read differ from those that were written."""
     return tuple(name for name, row in KV_FORMATS.items() if row.quantised)
+
+
+def is_quantised(name: str) -> bool:
+    """Whether this is such a format, with or without sizes behind a colon."""
+    return name.partition(":")[0] in quantised_formats()

@@ -26,23 +26,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.kv_formats import SCALE, KVFormat, kv_format
+
+HOST_MEMORY = "pinned_host"
+"""Memory kind of arrays in host memory that a program reads."""
 
 
 class Slots(NamedTuple):
     """Contents of slots: those of a step's tokens, or of a whole pool.
 
     Attributes:
-        data: elements, [T, K, W] or [L, P, K, C, W].
+        data: elements, [T, K, W] or [L, P, K, C, W]; in host memory where the format says so.
         scales: [T, K, Z] or [L, P, K, Z, C], float32; None where the encoding has none.
         positions: of a pool with a retention rule, int32 [L, P, K, 1, C]: position of each slot's token, or -1.
-        channels: of a pool whose pages are encoded as a whole, int32 [L, P, K, 1, H]: scale and minimum of each channel
-            in a page, two float16 each.
+        channels: of a pool whose pages are encoded as a whole, int32 [L, P, K, 1, H]: words of a page, such as scale
+            and minimum of each channel, two float16 each.
         recent: of such a pool, [L, S, K, B, W]: ring buffers of sequences, see ``residual_window``; not in pages.
         scores: of a pool with a retention rule that chooses by scores, float32 [L, P, K, 1, C]: score of each slot's
             entry, see ``ScoreRule``; of a step's tokens, [T, K] or None for zeros.
+        keys, factors: of a pool with low-rank keys, [L, P, K, R, H] and [L, P, 1, C, Z]: the rows of a page, and the
+            coefficients of its tokens, see ``shadow_format``.
     """
 
     data: Any
@@ -51,6 +56,8 @@ class Slots(NamedTuple):
     channels: Any = None
     recent: Any = None
     scores: Any = None
+    keys: Any = None
+    factors: Any = None
 
     def in_pages(self) -> Slots:
         """The arrays that pages have a part in."""
@@ -164,6 +171,18 @@ class PageFormat:
         """Bytes of a page in one layer and kv head, scales included, in a pool for values of ``dtype``."""
         return page_size * self.slot_bytes(dtype) + 4 * self.channels
 
+    def device_page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+        """Bytes of a page in one layer, all kv heads, on the device."""
+        found = self.kv_format
+        if not found.on_host:
+            return self.kv_heads * self.page_bytes(page_size, dtype)
+        elements = found.device_elements(page_size, self.kv_heads, self._parts)  # pyright: ignore[reportAttributeAccessIssue]
+        return elements * self.stored(dtype).itemsize + 4 * self.kv_heads * self.channels
+
+    def host_page_bytes(self, page_size: int, dtype: DTypeLike) -> int:
+        """Bytes of a page in one layer, all kv heads, in host memory."""
+        return self.kv_heads * page_size * self.slot_bytes(dtype) if self.kv_format.on_host else 0
+
     def pack(self, k: Float[Array, "T K H"], v: Float[Array, "T K V"] | None, dtype: DTypeLike) -> Slots:
         """Slots of tokens, encoded as in a pool for values of ``dtype``; not encoded where that is done by page."""
         rows = k if v is None else jnp.concatenate([k, v], axis=-1)
@@ -171,6 +190,14 @@ class PageFormat:
             return Slots(rows)  # encoded later, with the other tokens of their page
         rows, scales = self.kv_format.encode(rows, self._parts, dtype)
         return Slots(jnp.pad(rows, ((0, 0), (0, 0), (0, self.stored_width - rows.shape[-1]))), scales)
+
+    def encode_page(self, page: Float[Array, "K C W"], at: Int[Array, " C"], turn: Any) -> Slots:
+        """Arrays of a page that is encoded as a whole, of the tokens at these positions; see ``residual_window``."""
+        if self.kv_format.chunk:
+            return Slots(**self.kv_format.encode_page(page, self._parts, at, turn))  # pyright: ignore[reportAttributeAccessIssue]
+        numbers, words = self.kv_format.encode_page(page, self._parts)  # pyright: ignore[reportAttributeAccessIssue]
+        padding = ((0, 0), (0, 0), (0, self.stored_width - numbers.shape[-1]))
+        return Slots(jnp.pad(numbers, padding), channels=words)
 
     def unpack(self, held: Slots, dtype: DTypeLike) -> Float[Array, "*any C W"]:
         """Slots [*any, C, M] of pages, with scales [*any, Z, C] or channels [*any, 1, H], decoded to ``dtype``."""
@@ -200,6 +227,7 @@ class PagePool:
         positions: Int[Array, "L P K 1 C"] where a retention rule drops tokens, or its shape or sharding.
         channels, recent: where pages are encoded as a whole, see ``Slots``, or their shapes or shardings.
         scores: where a retention rule chooses by scores, see ``Slots``, or its shape or sharding.
+        keys, factors: where keys have a low rank, see ``Slots``, or their shapes or shardings.
     """
 
     rows: Any
@@ -209,6 +237,8 @@ class PagePool:
     channels: Any = None
     recent: Any = None
     scores: Any = None
+    keys: Any = None
+    factors: Any = None
 
     @classmethod
     def zeros(
@@ -242,7 +272,9 @@ class PagePool:
     @property
     def slots(self) -> Slots:
         """Contents of the pool, without the format."""
-        return Slots(self.rows, self.scales, self.positions, self.channels, self.recent, self.scores)
+        return Slots(
+            self.rows, self.scales, self.positions, self.channels, self.recent, self.scores, self.keys, self.factors
+        )
 
     @property
     def page_size(self) -> int:
@@ -275,12 +307,47 @@ def empty_slots(
         score = jnp.zeros((*sizes, 1, page_size), jnp.float32) if scores else None
         return Slots(rows, scales, at, scores=score)
     channels = jnp.zeros((*sizes, 1, format.channels), jnp.int32)
-    places = ring_places(format.kv_format.residual, page_size)
-    return Slots(
-        rows, scales, at, channels, jnp.zeros((layers, sequences, format.kv_heads, places, format.width), dtype)
-    )
+    places = ring_places(format.kv_format, page_size)
+    recent = jnp.zeros((layers, sequences, format.kv_heads, places, format.width), dtype)
+    keys = factors = None
+    if format.kv_format.chunk:
+        count, rank = format.kv_format.rows(page_size), format.kv_format.rank  # pyright: ignore[reportAttributeAccessIssue]
+        keys = jnp.zeros((*sizes, count, format.key_dim), dtype)
+        factors = jnp.zeros((layers, pages, 1, page_size, rank), dtype)
+    return Slots(rows, scales, at, channels, recent, keys=keys, factors=factors)
 
 
-def ring_places(residual: int, page_size: int) -> int:
-    """Places of a ring buffer: the window, the page that is leaving it, and as many draft tokens as a page has."""
-    return -(-residual // page_size) * page_size + 2 * page_size
+def ring_places(form: KVFormat, page_size: int) -> int:
+    """Places of a ring buffer: the window, the page that is leaving it, and as many draft tokens as a page has.
+
+    A format of chosen chunks is served without drafts.
+    """
+    if form.chunk:
+        return form.residual + page_size
+    return -(-form.residual // page_size) * page_size + 2 * page_size
+
+
+def fetched(x: Array, start: tuple[Array, ...], sizes: tuple[int, ...]) -> Array:
+    """Slice of an array, on the device; copied there if the array is in host memory."""
+    found = jax.lax.dynamic_slice(x, start, sizes)
+    return jax.device_put(found, jax.memory.Space.Device) if on_host(x) else found
+
+
+def stored(x: Array, part: Array, start: tuple[Array, ...]) -> Array:
+    """Array with a slice replaced by an array on the device; copied to host memory if the array is there."""
+    part = jax.device_put(part, jax.memory.Space.Host) if on_host(x) else part
+    return jax.lax.dynamic_update_slice(x, part, start)
+
+
+def host_sharding(device: jax.Device) -> jax.NamedSharding:
+    """Sharding of arrays in host memory that programs of a device read.
+
+    It is over a mesh of that device, because a type says where an array is only with a mesh.
+    """
+    mesh = jax.sharding.Mesh([device], ("host",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.NamedSharding(mesh, jax.P(), memory_kind=HOST_MEMORY)
+
+
+def on_host(x: Array) -> bool:
+    """Whether an array is in host memory (``pinned_host``)."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -6,6 +6,8 @@ table, T tokens, S = J x C positions, N query heads, G = N / K, H head dim of ke
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -14,6 +16,7 @@ from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep, in_full_precision
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes, write_retained
+from pallas_kernels.paged_attention.shadow.chosen_chunks import chosen_tokens
 from pallas_kernels.paged_attention.tree_mask import BITS, TreeMask
 
 
@@ -54,6 +57,7 @@ def paged_attention_reference(
     residual: Residual | None = None,
     tree: TreeMask | None = None,
     shared: Int[Array, " R"] | None = None,
+    turn: Any = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Reference paged attention: (output, pages); materialises every token's scores, in at least float32.
 
@@ -62,15 +66,24 @@ def paged_attention_reference(
     del decode_only, shared  # promises that save nothing here
     (t, n, h), (pages, kv) = q.shape, pool.data.shape[1:3]
     tokens = ragged.tokens(t)
-    step = None if residual is None else ResidualStep(residual, new.data, format, window)
+    step = None if residual is None else ResidualStep(residual, new.data, format, window, turn)
     pool = (
         write(pool, new, layer, ragged, tokens, retention) if step is None else step.encode_pages(pool, layer, ragged)
     )
     dtype = jnp.promote_types(q.dtype, jnp.float32)
-    at = layer, jnp.clip(ragged.page_table, 0, pages - 1)
-    held = format.unpack(Slots(*(None if x is None else x[at] for x in pool.in_pages())), dtype)  # R J K C W
-    held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, format.width)
     position = tokens.position[:, None, None]  # T 1 1
+    grouped, chosen = q.reshape(t, kv, n // kv, h).astype(dtype), None
+    at = layer, jnp.clip(ragged.page_table, 0, pages - 1)
+    if format.kv_format.chunk:
+        assert step is not None
+        behind = step.encoded(position[..., 0] + 1, step.residual.found[tokens.request][:, None], pool.data.shape[3])
+        first = jnp.zeros_like(behind) if window is None else position[..., 0] - window + 1
+        held, chosen = chosen_tokens(
+            pool, layer, at[1], tokens.request, grouped * scale, behind, first, format, turn, softcap
+        )
+    else:
+        held = format.unpack(Slots(*(None if x is None else x[at] for x in pool.in_pages())), dtype)  # R J K C W
+        held = held.swapaxes(2, 3).reshape(ragged.requests, -1, kv, format.width)
     # Slots that hold no token may hold nan, and 0 * nan is nan.
     if retention is None:
         at = jnp.arange(held.shape[1])[None, :, None]
@@ -95,12 +108,12 @@ def paged_attention_reference(
         whole, there = in_full_precision(pool, step, layer, ragged, ragged.page_table.shape[1])
         whole = jnp.where(there[..., None, None], whole.astype(dtype), 0)[tokens.request]
         held = jnp.where(encoded[..., None], held, whole)
+        visible = visible if chosen is None else visible & (chosen | ~encoded)
         pool = step.write_ring(pool, layer, ragged, tokens)
     visible &= tokens.real[:, None, None]
     if window is not None:
         visible &= at > position - window
 
-    grouped = q.reshape(t, kv, n // kv, h).astype(dtype)
     scores = jnp.einsum("tkgh,tskh->tkgs", grouped, format.keys(held)) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.paged_attention.pages import PageFormat, Slots
+from pallas_kernels.paged_attention.pages import PageFormat, Slots, stored
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
 
 
@@ -49,12 +49,14 @@ class ResidualStep(NamedTuple):
         rows: keys and values of the step's tokens, not encoded.
         form: format of the pages.
         window: sliding window of the layer, or None.
+        turn: rotates keys, for formats that keep them unrotated; None: they have no rotation.
     """
 
     residual: Residual
     rows: Float[Array, "T K W"]
     form: PageFormat
     window: int | None
+    turn: Any = None
 
     def encoded(self, length: Int[Array, "..."], found: Int[Array, "..."], page_size: int) -> Int[Array, "..."]:
         """See ``encoded_tokens``."""
@@ -85,8 +87,7 @@ class ResidualStep(NamedTuple):
         counts = jnp.where(active, jnp.maximum(counts, 0), 0)
         ends = jnp.cumsum(counts)
 
-        def one(i: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-            data, channels = state
+        def one(i: Array, encoded: Slots) -> Slots:
             request = jnp.clip(jnp.searchsorted(ends, i, side="right"), 0, ragged.requests - 1)
             column = first[request] // size + i - (ends[request] - counts[request])
             at = column * size + jnp.arange(size, dtype=column.dtype)
@@ -94,15 +95,12 @@ class ResidualStep(NamedTuple):
             old = jnp.take(old, at % old.shape[1], axis=1)
             row = jnp.clip(at - ragged.offsets[request], 0, self.rows.shape[0] - 1)
             page = jnp.where((at < before_step[request])[:, None], old, self.rows[row].swapaxes(0, 1).astype(old.dtype))
-            numbers, words = self.form.kv_format.encode_page(page, self.form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
-            padding = ((0, 0), (0, 0), (0, data.shape[4] - numbers.shape[-1]))
             number = jnp.clip(ragged.page_table[request, column], 0, pages - 1)
             start = (layer, number, *(jnp.zeros_like(number),) * 3)
-            data = jax.lax.dynamic_update_slice(data, jnp.pad(numbers, padding)[None, None], start)
-            return data, jax.lax.dynamic_update_slice(channels, words[None, None], start)
+            parts = self.form.encode_page(page, at, self.turn)
+            return jax.tree.map(lambda x, part: stored(x, part[None, None].astype(x.dtype), start), encoded, parts)
 
-        data, channels = jax.lax.fori_loop(0, ends[-1], one, (held.data, held.channels))
-        return held._replace(data=data, channels=channels)
+        return jax.lax.fori_loop(0, ends[-1], one, held.in_pages())._replace(recent=held.recent)
 
     def write_ring(self, held: Slots, layer: Int[Array, ""], ragged: RaggedBatch, tokens: TokenRows) -> Slots:
         """Ring buffers with the step's latest tokens; after everything that reads them."""

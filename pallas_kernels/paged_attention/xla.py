@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual, ResidualStep
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes
+from pallas_kernels.paged_attention.shadow.chosen_chunks import ShadowPages, over_chosen
 from pallas_kernels.paged_attention.shared_pages import SoftmaxState
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
 
@@ -83,10 +84,11 @@ def paged_attention_xla(
     residual: Residual | None = None,
     tree: TreeMask | None = None,
     shared: Int[Array, " R"] | None = None,
+    turn: Any = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention in plain JAX: (output, pages); see ``paged_attention``."""
     t, n, _ = q.shape
-    step = None if residual is None else ResidualStep(residual, new.data, format, window)
+    step = None if residual is None else ResidualStep(residual, new.data, format, window, turn)
     if step is None:
         pool = write(pool, new, layer, ragged, ragged.tokens(t), retention)
     else:
@@ -258,7 +260,16 @@ def _block(
     state = top, total, jnp.broadcast_to(zero, (kv, m, form.width if whole else form.value_dim))
     if problem.common is not None:
         state = tuple(SoftmaxState(*state).merged(jax.tree.map(lambda x: x[block.first], problem.common[1])))
-    state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
+    if form.kv_format.chunk:
+        assert step is not None
+        row = problem.ragged.page_table[block.request]
+        pages = ShadowPages(problem.pool, problem.layer, row, form, step.turn, dtype)
+        state = over_chosen(
+            pages, q, position, encoded, begin, reach, size=size, softcap=problem.softcap, window=problem.window,
+            update=update, state=state,
+        )  # fmt: skip
+    else:
+        state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
     if step is not None:
         state = _over_residual(problem, step, block, size, in_full_precision, state)
     top, total, out = state

@@ -62,7 +62,8 @@ def bench_model(argv: list[str]) -> int:
             speculate_tokens: with --speculate: number of tokens that are proposed and verified in one step; by default
                 up to 4, as many as pay.
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
-                int4, bfp4, kivi4, kivi2 (what each costs: docs/serve/kv_cache.md).
+                int4, bfp4, kivi4, kivi2; or shadowkv[:RANK[,TOKENS[,OUTLIERS]]], low-rank keys on the device, values on
+                the host (what each costs: docs/serve/kv_cache.md).
             kv_keep: tokens that stay in the KV cache: all; window+sinks[:RECENT[,SINKS]], the most recent ones and
                 the first few, by default 1024 and 4; corm[:THRESHOLD], those with that multiple of the even share of
                 recent attention; pyramid[:SHARE], so many of all by recent attention, fewer in deeper layers;

@@ -64,7 +64,7 @@ def evaluate(argv: list[str]) -> int:
             needle: measure the KV cache instead: negative log-likelihood of held-out Shakespeare, recall of pass keys
                 hidden in it, and bytes, beside those of the full cache.
             kv_format: with --needle or --tasks: format of the KV cache: auto (the compute dtype), bf16, int8, fp8,
-                int4, bfp4, kivi4 or kivi2 (docs/serve/kv_cache.md).
+                int4, bfp4, kivi4, kivi2 or shadowkv[:RANK[,TOKENS[,OUTLIERS]]] (docs/serve/kv_cache.md).
             kv_keep: with --needle or --tasks: tokens that stay in the KV cache: all, window+sinks[:RECENT[,SINKS]],
                 corm[:THRESHOLD], pyramid[:SHARE], locret:HEADS.safetensors[,BUDGET] or chai[:SIZE]
                 (docs/serve/kv_cache.md).

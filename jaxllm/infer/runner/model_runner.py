@@ -28,7 +28,14 @@ from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.engine_step import EngineStep
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
-from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup, layer_groups, pool_sizes
+from jaxllm.infer.runner.paged_cache import (
+    POOL_AXES,
+    TRANSFER_AXES,
+    LayerGroup,
+    check_pages,
+    layer_groups,
+    pool_sizes,
+)
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, config_key, describe, source_of
 from jaxllm.infer.runner.retention.eviction import check_scores, heads_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
@@ -48,6 +55,7 @@ from jaxllm.models.packed_weight import batch_dependent_formats, has_packed, nat
 from jaxllm.parallel import distributed
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import Slots
+from pallas_kernels.paged_attention.pages import host_sharding
 from pallas_kernels.paged_attention.retention import by_scores
 from pallas_kernels.paged_attention.tree_mask import BITS
 
@@ -58,6 +66,8 @@ ACCELERATOR_MEMORY_SHARE = 0.9
 CPU_MEMORY_SHARE = 1 / 16
 """Fraction of the host's memory that page pools take on CPU by themselves: they are filled with zeros at the start,
 which takes a second for a few gigabytes, and the memory is not free for others."""
+HOST_MEMORY_SHARE = 1 / 2
+"""Most of the host's memory that values of a KV cache take there."""
 
 
 class ModelRunner:
@@ -123,6 +133,7 @@ class ModelRunner:
             latent=latent,
             retention=config.retention is not None,
             residual=bool(config.residual_window),
+            values_on_host=config.values_on_host,
         )
         if config.batch_invariant and (found := batch_dependent_formats(params)):
             raise ValueError(
@@ -146,6 +157,7 @@ class ModelRunner:
         max_len = choose_max_len(model.config, config.max_len, longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns = -(-max_len // page_size)
+        check_pages(groups, page_size)
         devices = list(self.mesh.devices.flat) if self.mesh is not None else [_device_of(params)]
         own = [*filter(None, [self.phase]), *([jax.process_index()] if self.spans_processes else [])]
 
@@ -375,7 +387,7 @@ class ModelRunner:
         memory = _device_of(self.params).memory_stats()
         if memory is None or "bytes_limit" not in memory:
             devices = self._device_count
-            room = CPU_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+            room = CPU_MEMORY_SHARE * _host_memory() / devices
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
         else:
@@ -392,6 +404,10 @@ class ModelRunner:
         def taken(pages: int) -> int:
             return sum(n * self._page_bytes(g) for n, g in zip(self._pool_sizes(pages), self.spec.groups, strict=True))
 
+        def taken_on_host(pages: int) -> int:
+            each = [group.host_page_bytes(self.spec.page_size) for group in self.spec.groups]
+            return sum(n * one for n, one in zip(self._pool_sizes(pages), each, strict=True))
+
         if taken(least) > room:
             raise ValueError(
                 f"the device has room for {max(room, 0) / 2**30:.2f} GiB of KV cache, and a sequence of "
@@ -399,7 +415,9 @@ class ModelRunner:
                 "max_batched_tokens."
             )
         pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
-        return max(pages, least)
+        pages = max(pages, least)
+        room = HOST_MEMORY_SHARE * _host_memory()
+        return max(bisect.bisect_right(range(pages + 1), room, key=taken_on_host, lo=least) - 1, least)
 
     def _minimum_over_processes(self, room: int) -> int:
         """Smallest number of pages that any process has room for."""
@@ -542,8 +560,11 @@ class ModelRunner:
     def _abstract_pools(self) -> Pools:
         with self._on_mesh():
             shapes = jax.eval_shape(self._empty_pools)
-        place = self._sharding(*POOL_AXES)
-        found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
+        found = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            shapes,
+            self._pool_shardings(shapes),
+        )
         if self.config.draft_features:
             size = self.config.max_sequences, self.spec.max_len, self.model.config.embed_dim
             where = jax.sharding.SingleDeviceSharding(_device_of(self.params))
@@ -560,9 +581,33 @@ class ModelRunner:
         spec = self.spec
         return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
 
+    def _pool_shardings(self, pools: Pools) -> Pools:
+        """Shardings of pools; the slots of a format that keeps them in host memory are there."""
+        place, found = self._sharding(*POOL_AXES), list[Slots]()
+        for group, pool in zip(self.spec.groups, pools, strict=True):
+            own = jax.tree.map(lambda _: place, pool)
+            if group.format().kv_format.on_host:
+                (device,) = place.device_set
+                own = own._replace(data=host_sharding(device))
+            found.append(own)
+        return tuple(found)
+
     def _make_pools(self) -> None:
-        there = self._sharding() if self.mesh is None else None  # on its own device, not on the default one
-        self.pools = tuple(jax.block_until_ready(jax.jit(self._empty_pools, out_shardings=there)()))
+        away = [group.format().kv_format.on_host for group in self.spec.groups]
+
+        def on_device(pools: Pools) -> Pools:
+            return tuple(x._replace(data=None) if there else x for x, there in zip(pools, away, strict=True))
+
+        shapes = jax.eval_shape(self._empty_pools)
+        places = self._pool_shardings(shapes)
+        # Without a mesh on its own device, not on the default one.
+        own = on_device(places) if self.mesh is None else None
+        made = jax.block_until_ready(jax.jit(lambda: on_device(self._empty_pools()), out_shardings=own)())
+        self.pools = tuple(
+            # Never on the device, which may have no room for it.
+            x._replace(data=jax.device_put(np.zeros(shape.data.shape, shape.data.dtype), place.data)) if there else x
+            for x, shape, place, there in zip(made, shapes, places, away, strict=True)
+        )
 
     def _on_mesh(self) -> Any:
         return sharding.use_mesh(self.mesh)  # without one, that of a caller does not count either
@@ -587,6 +632,11 @@ class ModelRunner:
             return jax.sharding.SingleDeviceSharding(_device_of(self.params))
         with self._on_mesh(), sharding.use_rules(self.model.rules):
             return jax.NamedSharding(self.mesh, sharding.spec(*logical))
+
+
+def _host_memory() -> int:
+    """Bytes of the host's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _mask_rows(shape: StepShape) -> int:

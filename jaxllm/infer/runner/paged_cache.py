@@ -32,15 +32,17 @@ from jaxllm.infer.runner.retention.pyramid import Pyramid
 from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
 from jaxllm.models import DecoderConfig, Segments
 from jaxllm.models.attention_context import SINK_AXES, AttentionParams, KVSpec, LayerIndex, replicate_kv_heads
+from jaxllm.models.layers.layer import AttentionLayer
 from jaxllm.models.retaining_heads import RetainingHeads
 from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, paged_attention
-from pallas_kernels.paged_attention.kv_formats import kv_format, quantised_formats
+from pallas_kernels.paged_attention.kv_formats import is_quantised, kv_format
 from pallas_kernels.paged_attention.pages import ring_places
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import write
 from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention, RetentionRule, by_scores
+from pallas_kernels.paged_attention.shadow.shadow_format import Turn
 from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
@@ -73,6 +75,7 @@ class LayerGroup:
         lossy: the stored values differ from the computed ones.
         rule: retention rule; None: every token is kept.
         parts: parts of the layers with page tables of their own; a page holds tokens of one part's layers.
+        unrotated: attention layer whose keys are kept as they are before RoPE; None: as they are after it.
         recent_dtype: dtype of the latest tokens, where pages are encoded as a whole: the model's compute dtype.
     """
 
@@ -84,6 +87,7 @@ class LayerGroup:
     rule: RetentionRule | None = None
     recent_dtype: str = "float32"
     parts: int = 1
+    unrotated: AttentionLayer | None = None
 
     @property
     def rows(self) -> int:
@@ -103,41 +107,54 @@ class LayerGroup:
         kv = shards if one.kv_heads < shards and shards % one.kv_heads == 0 else one.kv_heads
         platform = target_device().platform
         multiple = 128 if platform == "tpu" else 1
-        encoding = self.dtype if self.dtype in quantised_formats() else "plain"
+        encoding = self.dtype if is_quantised(self.dtype) else "plain"
         if self.dtype == "bfloat16" and platform == "cpu":
             encoding = "bits of bfloat16"
         return PageFormat(kv, one.key_dim, one.value_dim, one.latent, encoding, multiple)
 
     def page_bytes(self, page_size: int, shards: int = 1) -> int:
-        """Bytes of a page of the KV cache, in all layers of a part of the group and on all shards."""
-        form = self.format(shards)
-        return self.rows * form.kv_heads * form.page_bytes(page_size, self.plain)
+        """Bytes of a page of the KV cache on devices, in all layers of a part of the group and on all shards."""
+        return self.rows * self.format(shards).device_page_bytes(page_size, self.plain)
+
+    def host_page_bytes(self, page_size: int) -> int:
+        """Bytes of a page of the KV cache in host memory, in all layers of the group; 0 unless the format has some."""
+        return self.rows * self.format().host_page_bytes(page_size, self.plain)
 
     def token_bytes(self, shards: int = 1, page_size: int = 32) -> int:
         """Bytes of KV cache per token, in all layers of the group and on all shards, of a whole page of this size."""
         return -(-self.parts * self.page_bytes(page_size, shards) // page_size)
 
     def sequence_bytes(self, length: int, page_size: int) -> int:
-        """Bytes of KV cache of a sequence on one device: whole pages, and its ring buffer where it has one."""
+        """Bytes of KV cache of a sequence on one device: whole pages, and its ring buffer where it has one.
+
+        What a format has in host memory does not count.
+        """
         if self.rule is not None:
             pages = sum(-(-rule.capacity(length) // page_size) for rule in self.rules if rule is not None)
             return pages * self.page_bytes(page_size)
         form = self.format()
         if not self.residual:
             return -(-length // page_size) * self.page_bytes(page_size)
-        places = ring_places(self.residual, page_size)
+        places = ring_places(form.kv_format, page_size)
         ring = len(self.layers) * form.kv_heads * places * form.width * jnp.dtype(self.recent_dtype).itemsize
         return max(0, length - self.residual) // page_size * self.page_bytes(page_size) + ring
 
     @property
     def residual(self) -> int:
         """Latest tokens of a sequence in full precision, see ``residual_window``; 0 where there are none apart."""
-        return kv_format(self.dtype).residual if self.dtype in quantised_formats() else 0
+        return kv_format(self.dtype).residual if is_quantised(self.dtype) else 0
 
     @property
     def plain(self) -> str:
         """Floating-point dtype of the group's values before encoding."""
-        return "float32" if self.dtype in quantised_formats() else self.dtype
+        if self.residual:
+            return self.recent_dtype
+        return "float32" if is_quantised(self.dtype) else self.dtype
+
+    @property
+    def turn(self) -> Turn | None:
+        """Rotates the layers' keys, where the KV cache keeps them unrotated, see ``paged_attention``."""
+        return None if self.unrotated is None else self.unrotated.turned
 
 
 def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str | None = None) -> tuple[LayerGroup, ...]:
@@ -148,17 +165,54 @@ def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str |
     """
     rule = None if retention is None else retention_rule(retention)
     dtype = config.dtype if kv_dtype == "auto" else kv_dtype
-    lossy = dtype in quantised_formats() or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
+    lossy = is_quantised(dtype) or jnp.promote_types(dtype, config.dtype) != jnp.dtype(dtype)
     found: dict[tuple[KVSpec, int | None], list[int]] = {}
     for number, block in enumerate(config.blocks):
         found.setdefault((block.attention.kv_spec, block.attention.window), []).append(number)
     groups = []
     for key, layers in found.items():
         own = rule if key[1] is None else None
-        groups.append(LayerGroup(*key, tuple(layers), dtype, lossy, own, config.dtype, parts_of(len(layers), own)))
+        parts, unrotated = parts_of(len(layers), own), None
+        if is_quantised(dtype) and kv_format(dtype).chunk:
+            unrotated = _unrotated([config.blocks[number].attention for number in layers], dtype)
+        groups.append(LayerGroup(*key, tuple(layers), dtype, lossy, own, config.dtype, parts, unrotated))
     if rule is not None and not any(group.rule for group in groups):
         raise ValueError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
     return tuple(sorted(groups, key=lambda g: g.window or 0))
+
+
+def _unrotated(layers: list[AttentionLayer], dtype: str) -> AttentionLayer:
+    """Layer whose keys a KV cache keeps as they are before RoPE, for all of a group.
+
+    Raises:
+        ValueError: their keys cannot be turned back, or not by the same rotation.
+    """
+    first, keys, by = layers[0], jnp.zeros((1, layers[0].key_dim)), jnp.zeros(1, jnp.int32)
+    if first.kv_spec.latent:
+        raise ValueError(f"engine: kv_dtype = {dtype!r} is for keys and values, not for MLA latents; use int8 or int4.")
+    try:
+        jax.eval_shape(first.turned, keys, by)
+    except ValueError as error:
+        raise ValueError(
+            f"engine: kv_dtype = {dtype!r} keeps keys as they are before RoPE, and {error}; use kivi4."
+        ) from error
+    if len({getattr(layer, "rope", None) for layer in layers}) > 1:
+        raise ValueError(
+            f"engine: kv_dtype = {dtype!r} keeps keys as they are before RoPE, and layers of one shape have different "
+            "rotations; use kivi4."
+        )
+    return first
+
+
+def check_pages(groups: Sequence[LayerGroup], page_size: int) -> None:
+    """Checks that pages of this size can have the format of their groups.
+
+    Raises:
+        ValueError: names the size, and what is legal.
+    """
+    for group in groups:
+        if (form := group.format()).kv_format.chunk:
+            form.kv_format.check(page_size, form.kv_heads, form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parts_of(layers: int, rule: RetentionRule | None) -> int:
@@ -274,7 +328,7 @@ class PagedCache:
                 ragged.starts, ragged.kv_lens, sinks=sinks, scale=params.scale, window=params.window,
                 softcap=params.softcap, decode_only=self.decode_only, retention=retention, residual=residual,
                 scores=None if scores is None else scores[0], tree=tree,
-                shared=common,
+                shared=common, turn=self.groups[index].turn,
             )  # fmt: skip
             return out[None], *jax.tree.leaves(pool.slots)
 
@@ -350,7 +404,9 @@ class PagedCache:
         *shared: Any,
     ) -> tuple[Slots, PageFormat, Array, RaggedBatch, Retention | None, Residual | None, TreeMask | None, Array | None]:
         """Shards of ``_shared`` as one replica reads them, with the format of the shard's slots."""
-        held, (place, table, starts, kv_lens, columns, rings, found, *tree, common) = Slots(*shared[:6]), shared[6:]
+        arrays = len(Slots._fields)
+        held, rest = Slots(*shared[:arrays]), shared[arrays:]
+        place, table, starts, kv_lens, columns, rings, found, *tree, common = rest
         group = self.groups[index]
         form = dataclasses.replace(group.format(), kv_heads=held.data.shape[2])
         retention = None if group.rule is None else Retention(group.rule, columns[0])
@@ -364,5 +420,13 @@ class PagedCache:
         return dataclasses.replace(self, pools=(*self.pools[:index], slots, *self.pools[index + 1 :]))
 
 
-_SHARED_AXES = (*(POOL_AXES,) * 6, (), TABLES, *(PER_REQUEST,) * 5, ("batch", None, None), PER_REQUEST, PER_REQUEST)
+_SHARED_AXES = (
+    *(POOL_AXES,) * len(Slots._fields),
+    (),
+    TABLES,
+    *(PER_REQUEST,) * 5,
+    ("batch", None, None),
+    PER_REQUEST,
+    PER_REQUEST,
+)
 """Logical axes of ``PagedCache._shared``."""

@@ -91,6 +91,7 @@ def check_mesh(
     latent: bool = False,
     retention: bool = False,
     residual: bool = False,
+    values_on_host: bool = False,
 ) -> None:
     """Checks that an engine can serve on a mesh.
 
@@ -100,10 +101,15 @@ def check_mesh(
         latent: the model has multi-head latent attention.
         retention: a retention rule lets tokens leave the KV cache.
         residual: pages of the KV cache are encoded as a whole, behind a window of tokens in full precision.
+        values_on_host: values of the KV cache are in host memory.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
     """
+    if mesh is not None and values_on_host:
+        raise ShardingError(
+            f"a KV cache format with values in host memory is for one device, not for {dict(mesh.shape)}: use kivi4."
+        )
     if mesh is not None and invariant and mesh.shape.get("expert", 1) > 1:
         raise ShardingError(
             "batch_invariant does not go with expert: an expert's batch has rows of all replicas. Split experts over "

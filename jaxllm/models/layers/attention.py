@@ -117,7 +117,7 @@ class AttentionConfig(AttentionLayer):
             raise ValueError("qk_norm = 'all' is a norm over the heads that are left out")
         return replace(self, heads=self.heads // size, kv_heads=self.kv_heads // size, cluster_size=size)
 
-    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
+    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, "*by"]) -> Float[Array, "*any H"]:
         """Keys of a cache at positions that are ``by`` later; without rotation they are the same everywhere."""
         if self.prefix_tokens:
             raise ValueError("its first keys are a prefix's, which has one place")

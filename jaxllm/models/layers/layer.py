@@ -74,8 +74,8 @@ class AttentionLayer:
         """
         raise ValueError(f"{type(self).__name__} has no keys of its own heads")
 
-    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
-        """Keys of a KV cache of the layer as they are at positions that are ``by`` later.
+    def turned(self, keys: Float[Array, "*any H"], by: Int[Array, "*by"]) -> Float[Array, "*any H"]:
+        """Keys of a KV cache of the layer as they are at positions that are ``by`` later, all or each of them.
 
         Raises:
             ValueError: that does not follow from the keys.

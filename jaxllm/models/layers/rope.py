@@ -107,15 +107,18 @@ def rotate(
     return jnp.concatenate([*turned, x[..., 2 * half :]], axis=-1)
 
 
-def turn(config: RopeConfig, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
+def turn(config: RopeConfig, keys: Float[Array, "*any H"], by: Int[Array, "*by"]) -> Float[Array, "*any H"]:
     """Rotated keys, in the half-split layout, as they are at positions that are ``by`` later; at least float32.
+
+    Args:
+        by: one number for all keys, or one for each of them.
 
     Raises:
         ValueError: the angles depend on the length of the sequence too.
     """
     if isinstance(config.scaling, (DynamicScaling, LongRopeScaling)):
         raise ValueError(f"{type(config.scaling).__name__} has angles that depend on the length of the sequence")
-    cos, sin = rotation(config, by[None, None], keys.shape[-1], keys.dtype)
+    cos, sin = rotation(config, by.reshape(1, -1), keys.shape[-1], keys.dtype)
     size = magnitude(config.scaling)
-    flat = keys.astype(cos.dtype).reshape(1, 1, -1, keys.shape[-1])
+    flat = keys.astype(cos.dtype).reshape(1, by.size, -1, keys.shape[-1])
     return rotate(flat, cos / size, sin / size).reshape(keys.shape)

@@ -20,7 +20,7 @@ from jaxllm.infer.runner.serving_mesh import placements, serving_model
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.train.config import EngineBeside
 from pallas_kernels.paged_attention import PageFormat
-from pallas_kernels.paged_attention.kv_formats import quantised_formats
+from pallas_kernels.paged_attention.kv_formats import is_quantised, kv_format
 from sharding import MeshSpec
 
 SLOT_MULTIPLE = {"tpu": 128}
@@ -81,8 +81,13 @@ def slot_bytes(spec: Any, dtype: str, tensor: int, platform: str) -> float:
         dtype: what pages hold, a dtype or a quantised format.
         tensor: number of devices that split the heads.
         platform: "tpu", "gpu" or "cpu".
+
+    Raises:
+        ValueError: the format has values in host memory, of which a step reads few: there are no formulas for it.
     """
+    if is_quantised(dtype) and kv_format(dtype).on_host:
+        raise ValueError(f"plan: kv_dtype = {dtype!r} has values in host memory, which formulas leave out; use int4.")
     kv = max(1, -(-spec.kv_heads // tensor))
-    encoding = dtype if dtype in quantised_formats() else "plain"
+    encoding = dtype if is_quantised(dtype) else "plain"
     form = PageFormat(kv, spec.key_dim, spec.value_dim, spec.latent, encoding, SLOT_MULTIPLE.get(platform, 1))
-    return kv * form.slot_bytes("float32" if dtype in quantised_formats() else dtype)
+    return kv * form.slot_bytes("float32" if is_quantised(dtype) else dtype)

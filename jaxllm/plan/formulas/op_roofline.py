@@ -26,14 +26,13 @@ from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.optim.matrix_params import STREAM_AXES
 from jaxllm.plan.formulas.device_work import ParameterLeaf, check_remat, leaves_of
+from jaxllm.plan.formulas.engine_memory import slot_bytes
 from jaxllm.plan.formulas.serving_step import PLAIN, vocabulary_bytes, weight_bytes
 from jaxllm.plan.formulas.step_time import ATTENTION_BACKWARD, INNER_PASSES, STREAM_PASSES, UPDATE_BYTES
 from jaxllm.plan.hardware import Hardware
 from jaxllm.svg import Line, chart, page, stacked_bar
 from jaxllm.svg import table as table_of
 from jaxllm.train.model_flops import causal_mean
-from pallas_kernels.paged_attention import PageFormat
-from pallas_kernels.paged_attention.kv_formats import quantised_formats
 
 Phase = Literal["training", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("training", "prefill", "decode")
@@ -242,10 +241,7 @@ class _OpCounter:
         """Bytes of a token's KV cache in one such layer."""
         key = block.attention.kv_spec, block.attention.window
         group = next(one for one in self.groups if (one.kv_spec, one.window) == key)
-        return PageFormat(
-            key[0].kv_heads, key[0].key_dim, key[0].value_dim, key[0].latent,
-            group.dtype if group.dtype in quantised_formats() else "plain",
-        ).slot_bytes(group.plain) * key[0].kv_heads  # fmt: skip
+        return slot_bytes(group.kv_spec, group.dtype, 1, "cpu")
 
     def _elementwise(self, block: BlockConfig) -> float:
         widths = block.mlp.inner_widths(self.config.embed_dim)

@@ -1,0 +1,1 @@
+"""ShadowKV: low-rank keys on the device, values in host memory, and the chunks that queries choose."""
