@@ -167,7 +167,8 @@ def test_a_draft_learns_and_the_model_stays(rng):
         values, state, metrics = step(values, state, weights, jax.tree.map(jnp.asarray, batch))
         found.append({name: float(value) for name, value in metrics.items()})
     assert found[-1]["loss"] < 0.5 * found[0]["loss"]
-    assert found[-1]["accepted"] > found[0]["accepted"] + 0.3
+    first, last = (np.mean([one["accepted"] for one in some]) for some in (found[:10], found[-10:]))
+    assert last > first + 0.3
     assert set(values) == {"masks", "factors"}
 
 
