@@ -17,6 +17,29 @@ def run(*words: object) -> int:
         return int(ended.code or 0)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--kv-format", "kivi9", "legal: ('auto', 'bfloat16', 'int8'"),
+        ("--kv-format", "shadowkv:x", "give shadowkv:RANK[,TOKENS[,OUTLIERS]]"),
+        ("--kv-format", "int4:3", "has no sizes to give"),
+        ("--kv-keep", "chai:1", "give chai:SIZE"),
+        ("--kv-keep", "corm:x", "corm"),
+    ],
+)
+def test_what_is_not_legal_is_one_line(option, value, words, finished, capsys):
+    assert run("generate", finished / "runs" / "tiny", "--prompt", "a", option, value) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+
+
+def test_what_a_model_cannot_have_is_one_line(finished, capsys):
+    """Only the engine knows the model's heads."""
+    assert run("generate", finished / "runs" / "tiny", "--prompt", "a", "--kv-format", "shadowkv:9999") == 2
+    assert "error: engine: kv_dtype = 'shadowkv:9999,256,1': the keys of a page" in capsys.readouterr().err
+
+
 @pytest.mark.drawn(0.3)
 def test_eval_compares_caches(finished, capsys):
     """Negative log-likelihood, recall and bytes of a cache beside the full one's; a text must have room for a key."""

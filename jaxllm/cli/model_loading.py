@@ -145,7 +145,7 @@ def check_kv_cache(kv_format: str, kv_keep: str) -> None:
     """Checks ``--kv-format`` and ``--kv-keep`` before a model is loaded.
 
     Raises:
-        ValueError: there is no such format or rule, or they do not go together.
+        ConfigError: there is no such format or rule, or they do not go together.
     """
     from jaxllm.infer import EngineConfig
     from jaxllm.infer.kv_cache_options import with_kv_cache

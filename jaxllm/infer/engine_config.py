@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxllm.config import renamed_fields
+from jaxllm.config import ConfigError, renamed_fields
 from jaxllm.infer.pools.pool_argument import PoolSizes
 
 SamplerKind = Literal["plain", "full"]
@@ -119,21 +119,21 @@ class EngineConfig:
         for name in ("max_sequences", "max_batched_tokens", "max_len", "page_size", "pages", "decode_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"engine: {name} = {value}; give 1 or more.")
+                raise ConfigError(f"engine: {name} = {value}; give 1 or more.")
         if self.max_batched_tokens < self.max_sequences:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: max_batched_tokens = {self.max_batched_tokens} is less than max_sequences = "
                 f"{self.max_sequences}; every sequence decodes one token per step."
             )
         if self.top_logprobs < 1:
-            raise ValueError(f"engine: top_logprobs = {self.top_logprobs}; give 1 or more.")
+            raise ConfigError(f"engine: top_logprobs = {self.top_logprobs}; give 1 or more.")
         if not self.samplers or not set(self.samplers) <= {"plain", "full"}:
-            raise ValueError(f"engine: samplers = {self.samplers}; legal: a tuple of 'plain' and 'full'.")
+            raise ConfigError(f"engine: samplers = {self.samplers}; legal: a tuple of 'plain' and 'full'.")
         if self.preemption not in ("recompute", "swap"):
-            raise ValueError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
+            raise ConfigError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
         name = self.kv_dtype.partition(":")[0]
         if self.kv_dtype not in ("auto", "bfloat16") and name not in (rows := _quantised_formats()):
-            raise ValueError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
+            raise ConfigError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
         if self.residual_window:
             self._check_whole_pages()
         if self.values_on_host:
@@ -142,30 +142,30 @@ class EngineConfig:
         self._check_chunks()
         self._check_two_phase()
         if self.orders_channels and self.adapter_slots:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
                 "order: use kivi4 or int4 with adapter_slots."
             )
         if min(self.kv_host_gib, self.kv_disk_gib) < 0:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: kv_host_gib = {self.kv_host_gib} and kv_disk_gib = {self.kv_disk_gib}; give GiB."
             )
         if self.has_tiers and not self.prefix_cache:
-            raise ValueError(
+            raise ConfigError(
                 "engine: kv_host_gib and kv_disk keep pages of the prefix cache, and prefix_cache = False (a retention "
                 "rule needs that); leave them out."
             )
         if self.draft_length not in ("adaptive", "fixed"):
-            raise ValueError(f"engine: draft_length = {self.draft_length!r}; legal: 'adaptive', 'fixed'.")
+            raise ConfigError(f"engine: draft_length = {self.draft_length!r}; legal: 'adaptive', 'fixed'.")
         if self.retention is not None and self.prefix_cache:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: retention = {self.retention!r} needs prefix_cache = False: entries of a page change after it "
                 "is full, so no other request can share it."
             )
         if self.speculate is not None and not self.verify_tokens:
             object.__setattr__(self, "verify_tokens", min(DRAFT_TOKENS, self.max_batched_tokens - 1))
         if not 0 <= self.verify_tokens < self.max_batched_tokens:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: verify_tokens = {self.verify_tokens}; give 0 (none) to {self.max_batched_tokens - 1}, less "
                 "than max_batched_tokens."
             )
@@ -175,7 +175,7 @@ class EngineConfig:
             or self.buckets[-1] != self.max_batched_tokens
             or self.buckets[0] < 1
         ):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: buckets = {self.buckets}; give rising token counts, the last of them max_batched_tokens "
                 f"({self.max_batched_tokens})."
             )
@@ -185,7 +185,7 @@ class EngineConfig:
             self._check_trees()
         if self.draft_features and (self.draft_trees or self.preemption == "swap"):
             other = "draft_trees" if self.draft_trees else "preemption = 'swap'"
-            raise ValueError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
+            raise ConfigError(f"engine: the features of a draft head (draft_features) do not go with {other}.")
         self._check_streamed()
         self._check_stages()
         if self.pools is not None:
@@ -208,16 +208,16 @@ class EngineConfig:
             "batch_invariant (one program for all steps)": self.batch_invariant,
         }
         for name in (name for name, is_so in wrong.items() if is_so):
-            raise ValueError(f"engine: {name} does not go with pools = {pools!r}: leave one of them out.")
+            raise ConfigError(f"engine: {name} does not go with pools = {pools!r}: leave one of them out.")
 
     def _check_stages(self) -> None:
         """Checks what goes with pipeline stages."""
         if min(self.stages, self.draft_runs) < 1:
-            raise ValueError(f"engine: stages = {self.stages} and draft_runs = {self.draft_runs}; give 1 or more.")
+            raise ConfigError(f"engine: stages = {self.stages} and draft_runs = {self.draft_runs}; give 1 or more.")
         if self.draft_runs > 1 and not self.verify_tokens:
-            raise ValueError(f"engine: draft_runs = {self.draft_runs} without speculate; give draft:MODEL or ngram.")
+            raise ConfigError(f"engine: draft_runs = {self.draft_runs} without speculate; give draft:MODEL or ngram.")
         if self.draft_runs > 1 and self.residual_window:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: draft_runs = {self.draft_runs} does not go with kv_dtype = {self.kv_dtype!r}, which encodes "
                 "whole pages: drafts of several runs may be refused. Use int8, fp8, int4 or bfp4 with that."
             )
@@ -234,34 +234,34 @@ class EngineConfig:
             f"speculate = {self.speculate!r}, which drafts with the model's own layers,": proposer == "self",
         }
         for name in (name for name, is_so in wrong.items() if is_so):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: {name} does not go with stages = {self.stages} (a mesh with stage): leave it out, or split "
                 "heads over tensor instead of layers over stage. To speculate with stages, use draft:MODEL or ngram."
             )
 
     def _check_streamed(self) -> None:
         if self.layer_window < 0:
-            raise ValueError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
+            raise ConfigError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
         wrong = {
             f"adapter_slots = {self.adapter_slots}": self.adapter_slots > 0,
             f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
             "draft_features (a draft head)": self.draft_features,
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.layer_window):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: {name} does not go with layer_window = {self.layer_window}: leave one of them out."
             )
 
     def _check_trees(self) -> None:
         """Checks what goes with trees of draft tokens."""
         if not self.verify_tokens:
-            raise ValueError("engine: draft_trees without verify_tokens; give the most tokens of a tree.")
+            raise ConfigError("engine: draft_trees without verify_tokens; give the most tokens of a tree.")
         wrong = {
             f"retention = {self.retention!r}": self.retention is not None,
             f"kv_dtype = {self.kv_dtype!r}": bool(self.residual_window),
         }
         for name in (name for name, is_so in wrong.items() if is_so):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: a tree of draft tokens (draft_trees, speculate = 'tree:...') does not go with {name}: its "
                 "branches share slots of the KV cache in no order of positions. Use draft:MODEL, or leave that out."
             )
@@ -305,12 +305,12 @@ class EngineConfig:
             "page_size = None": self.page_size is None,
         }
         for name in (name for name, is_so in wrong.items() if is_so):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} encodes whole pages behind the latest tokens, which are in full "
                 f"precision elsewhere; it does not go with {name}. Use int8, fp8, int4 or bfp4 with that."
             )
         if self.page_size is not None and self.verify_tokens > self.page_size:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} has room for page_size = {self.page_size} draft tokens, not "
                 f"verify_tokens = {self.verify_tokens}."
             )
@@ -326,7 +326,7 @@ class EngineConfig:
             "kv_host_gib and kv_disk, tiers of pages that are on the device": self.has_tiers,
         }
         for name in (name for name, is_so in wrong.items() if is_so):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} keeps values in host memory; it does not go with {name}. Leave "
                 "one of them out, or use kivi4 or int4 with that."
             )
@@ -334,7 +334,7 @@ class EngineConfig:
     def _check_clusters(self) -> None:
         """Checks what goes with clustered heads, which are folded into the weights when the engine starts."""
         if self.head_clusters < 1:
-            raise ValueError(f"engine: head_clusters = {self.head_clusters}; give 2 or more, or 1 for none.")
+            raise ConfigError(f"engine: head_clusters = {self.head_clusters}; give 2 or more, or 1 for none.")
         wrong = {
             f"adapter_slots = {self.adapter_slots}, adapters of the model's own heads": self.adapter_slots > 0,
             f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
@@ -345,7 +345,7 @@ class EngineConfig:
             ),
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.head_clusters > 1):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: {name}, does not go with head_clusters = {self.head_clusters} (chai): leave one of them out."
             )
 
@@ -361,7 +361,7 @@ class EngineConfig:
             "draft_features (a draft head)": self.draft_features,
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.chunk_cache):
-            raise ValueError(f"engine: chunk_cache does not go with {name}; leave one of them out.")
+            raise ConfigError(f"engine: chunk_cache does not go with {name}; leave one of them out.")
 
     def _check_two_phase(self) -> None:
         """Checks what goes with attention in two phases, the first of which is of several sequences."""
@@ -374,17 +374,17 @@ class EngineConfig:
             f"pools = {self.pools!r}": self.pools is not None,
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.two_phase):
-            raise ValueError(f"engine: two_phase does not go with {name}; leave one of them out.")
+            raise ConfigError(f"engine: two_phase does not go with {name}; leave one of them out.")
 
     def _check_adapters(self) -> None:
         if self.adapter_slots < 0:
-            raise ValueError(f"engine: adapter_slots = {self.adapter_slots}; give 0 (no adapters) or more.")
+            raise ConfigError(f"engine: adapter_slots = {self.adapter_slots}; give 0 (no adapters) or more.")
         if not 1 <= self.adapter_rank <= 256:
-            raise ValueError(f"engine: adapter_rank = {self.adapter_rank}; give the largest rank served, 1 to 256.")
+            raise ConfigError(f"engine: adapter_rank = {self.adapter_rank}; give the largest rank served, 1 to 256.")
         if not 1 <= self.adapter_page_ranks <= 256:
-            raise ValueError(f"engine: adapter_page_ranks = {self.adapter_page_ranks}; give 1 to 256, such as 16.")
+            raise ConfigError(f"engine: adapter_page_ranks = {self.adapter_page_ranks}; give 1 to 256, such as 16.")
         if self.adapter_pages is not None and (not self.adapter_slots or self.adapter_pages < self.adapter_columns):
-            raise ValueError(
+            raise ConfigError(
                 f"engine: adapter_pages = {self.adapter_pages} with adapter_slots = {self.adapter_slots}; give slots, "
                 f"and at least the {self.adapter_columns} pages that one adapter of rank {self.adapter_rank} takes."
             )
@@ -402,22 +402,22 @@ class EngineConfig:
     def _check_invariant(self) -> None:
         for name in ("retention", "speculate", "verify_tokens"):
             if getattr(self, name):
-                raise ValueError(
+                raise ConfigError(
                     f"engine: batch_invariant does not go with {name} = {getattr(self, name)!r}: a request's steps "
                     "would differ with its company. Leave one of them out."
                 )
         if self.preemption != "swap":
-            raise ValueError(
+            raise ConfigError(
                 "engine: batch_invariant needs preemption = 'swap': recomputed values differ in their bits."
             )
         if self.samplers != ("full",):
-            raise ValueError("engine: batch_invariant needs samplers = ('full',): one program for all requests.")
+            raise ConfigError("engine: batch_invariant needs samplers = ('full',): one program for all requests.")
         if self.buckets not in (None, (self.max_batched_tokens,)) or self.decode_steps != 1:
-            raise ValueError(
+            raise ConfigError(
                 "engine: batch_invariant needs decode_steps = 1 and no buckets: one program for all steps."
             )
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: batch_invariant with max_sequences = {self.max_sequences} needs max_batched_tokens of "
                 f"{self.max_sequences} plus a page ({self.page_size or 1} tokens), not {self.max_batched_tokens}."
             )

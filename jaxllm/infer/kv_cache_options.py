@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 
 KvFormat = str
@@ -37,21 +38,26 @@ def with_kv_cache(
         kv_disk: directory for pages behind that; None: none.
 
     Raises:
-        ValueError: there is no such format or rule, or they do not go with the configuration.
+        ConfigError: there is no such format or rule, or they do not go with the configuration.
     """
     from jaxllm.infer.runner.paged_cache import retention_rule
     from pallas_kernels.paged_attention import kv_formats
 
     dtype = "bfloat16" if kv_format == "bf16" else kv_format
-    if kv_formats.is_quantised(dtype) and (size := kv_formats.kv_format(dtype).page_size) is not None:
-        config = replace(config, page_size=size)
+    name, colon, heads = kv_keep.partition(":")
+    try:
+        pages = kv_formats.kv_format(dtype).page_size if kv_formats.is_quantised(dtype) else None
+        if kv_keep != KEEP_ALL and name != CLUSTERED:
+            retention_rule(kv_keep)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if pages is not None:
+        config = replace(config, page_size=pages)
     tiers = {"kv_host_gib": kv_host, "kv_disk": None if kv_disk is None else str(kv_disk)}
     if kv_keep == KEEP_ALL:
         return replace(config, kv_dtype=dtype, **tiers)
-    name, colon, size = kv_keep.partition(":")
     if name == CLUSTERED:
-        if colon and not (size.isdecimal() and int(size) > 1):
-            raise ValueError(f"kv_keep = {kv_keep!r}; give chai:SIZE, 2 or more kv heads that share keys.")
-        return replace(config, kv_dtype=dtype, head_clusters=int(size) if colon else 2, **tiers)
-    retention_rule(kv_keep)
+        if colon and not (heads.isdecimal() and int(heads) > 1):
+            raise ConfigError(f"kv_keep = {kv_keep!r}; give chai:SIZE, 2 or more kv heads that share keys.")
+        return replace(config, kv_dtype=dtype, head_clusters=int(heads) if colon else 2, **tiers)
     return replace(config, kv_dtype=dtype, retention=kv_keep, prefix_cache=False, **tiers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxllm.config import ConfigError
 from jaxllm.models import DecoderConfig, DynamicScaling, LongRopeScaling
 
 UNKNOWN_LENGTH = 2048
@@ -16,7 +17,7 @@ def choose_max_len(config: DecoderConfig, requested: int | None, longest: int | 
     """
     most, why = hard_limit(config)
     if requested is not None and most is not None and requested > most:
-        raise ValueError(f"engine: max_len = {requested}, but {why} {most} tokens.")
+        raise ConfigError(f"engine: max_len = {requested}, but {why} {most} tokens.")
     return requested or min(n for n in (most, longest or UNKNOWN_LENGTH) if n is not None)
 
 

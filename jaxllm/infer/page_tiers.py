@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxllm.config import ConfigError
 from jaxllm.files import digest
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore, weights_digest
@@ -42,7 +43,7 @@ class PageTiers:
         if not config.has_tiers:
             return
         if isinstance(runner, MultihostRunner):
-            raise ValueError("engine: kv_host_gib and kv_disk are for the devices of one process; leave them out.")
+            raise ConfigError("engine: kv_host_gib and kv_disk are for the devices of one process; leave them out.")
         disk = None if config.kv_disk is None else Path(config.kv_disk)
         host_bytes, disk_bytes = (int(gib * 2**30) for gib in (config.kv_host_gib, config.kv_disk_gib))
         self.store = PageStore(host_bytes, disk, disk_bytes, self._identity())

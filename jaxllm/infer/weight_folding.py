@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.retention.chai import HeadClusters, calibration_tokens
 from jaxllm.models import Functional
@@ -32,14 +33,14 @@ def folding_of(
     on_mesh = mesh is not None and mesh.size > 1
     if config.orders_channels:
         if on_mesh:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: kv_dtype = {config.kv_dtype!r} reorders channels on one device; on a mesh use kivi4 or int4."
             )
         return ChannelOrder(model, params)
     if config.head_clusters == 1:
         return None
     if on_mesh:
-        raise ValueError(
+        raise ConfigError(
             f"engine: head_clusters = {config.head_clusters} (chai) folds weights on one device; leave --mesh out."
         )
     return HeadClusters(model, params, config.head_clusters, calibration_tokens(vocab_size, tokenizer))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.chunks.cached_chunks import Reuse
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.scheduling.page_allocator import NO_PAGE
@@ -71,13 +72,13 @@ def check_chunk_cache(model: DecoderConfig, mesh: jax.sharding.Mesh | None) -> N
         "virtual tokens at the start of each sequence": model.virtual_tokens > 0,
     }
     for what in (what for what, is_so in refused.items() if is_so):
-        raise ValueError(f"engine: chunk_cache does not go with {what}; leave one of them out.")
+        raise ConfigError(f"engine: chunk_cache does not go with {what}; leave one of them out.")
     for layer in {block.attention for block in model.blocks}:
         key = jax.ShapeDtypeStruct((1, layer.kv_spec.key_dim), jnp.float32)
         try:
             jax.eval_shape(layer.turned, key, jax.ShapeDtypeStruct((), jnp.int32))
         except ValueError as error:
-            raise ValueError(f"engine: chunk_cache turns keys to other positions: {error}; leave it out.") from None
+            raise ConfigError(f"engine: chunk_cache turns keys to other positions: {error}; leave it out.") from None
 
 
 class ChunkMover:

@@ -31,6 +31,7 @@ from typing import Any, Literal, SupportsIndex
 import jax
 import numpy as np
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
 from jaxllm.infer.chunks.chunk_moves import ChunkMover, check_chunk_cache
 from jaxllm.infer.chunks.chunk_requests import await_chunks
@@ -130,7 +131,7 @@ class Engine:
         spec = runner.spec
         self.virtual_tokens, self.max_len = virtual_tokens, spec.max_len - virtual_tokens
         if self.max_len < 1:
-            raise ValueError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
+            raise ConfigError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
         state = PolicyState(policy, tpot, clock, predict)
         check_proposer(config, proposer)
         self.proposer, self.draft_length = proposer, length_of_drafts(config, runner.params)
@@ -228,7 +229,7 @@ class Engine:
         if config.speculate is None:
             check_proposer(config, proposer)
         elif proposer is not None:
-            raise ValueError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
+            raise ConfigError(f"engine: speculate = {config.speculate!r} and proposer = {proposer}: give one of them.")
         else:
             config = configured(config)
         size = min(most, tokenizer.vocab_size if tokenizer else most) if vocab_size is None else vocab_size
@@ -519,7 +520,7 @@ class Engine:
             ValueError: names what differs, or side work uses the weights; nothing is changed then.
         """
         if params is not None and self.side_work is not None:
-            raise ValueError(
+            raise ConfigError(
                 "engine: the work beside its steps uses these weights; call end_side_work() before swap()."
             )
         if adapter is not None:

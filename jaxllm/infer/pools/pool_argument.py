@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from jaxllm.config import ConfigError
+
 _PART = re.compile(r"\s*(\w+)\s*=\s*(\w+)\s*:\s*(\d+)\s*(?:x\s*(\d+)\s*)?")
 EXAMPLE = '"prefill=tensor:2 x1, decode=tensor:4 x1"'
 
@@ -47,22 +49,22 @@ class PoolSizes:
         found: dict[str, PoolSize] = {}
         for part in text.split(","):
             if (match := _PART.fullmatch(part)) is None:
-                raise ValueError(f"engine: pools = {text!r}: cannot read {part.strip()!r}; write them as {EXAMPLE}.")
+                raise ConfigError(f"engine: pools = {text!r}: cannot read {part.strip()!r}; write them as {EXAMPLE}.")
             name, axis, tensor, engines = match.groups()
             if name not in ("prefill", "decode") or name in found:
                 wrong = "is given twice" if name in found else "is no pool"
-                raise ValueError(f"engine: pools = {text!r}: {name!r} {wrong}; give prefill and decode, once each.")
+                raise ConfigError(f"engine: pools = {text!r}: {name!r} {wrong}; give prefill and decode, once each.")
             if axis != "tensor":
-                raise ValueError(
+                raise ConfigError(
                     f"engine: pools = {text!r}: an engine of a pool is split over tensor, not over {axis}; several "
                     "engines (xN) are data parallelism."
                 )
             size = PoolSize(int(tensor), int(engines or 1))
             if not size.devices:
-                raise ValueError(f"engine: pools = {text!r}: give {name} 1 or more engines and devices.")
+                raise ConfigError(f"engine: pools = {text!r}: give {name} 1 or more engines and devices.")
             found[name] = size
         if len(found) < 2:
-            raise ValueError(f"engine: pools = {text!r}: both pools are needed; write them as {EXAMPLE}.")
+            raise ConfigError(f"engine: pools = {text!r}: both pools are needed; write them as {EXAMPLE}.")
         return cls(**found)
 
     @property

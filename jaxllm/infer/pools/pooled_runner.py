@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.pools.phase_runner import Phase, PhaseRunner
 from jaxllm.infer.pools.pool_argument import PoolSize, PoolSizes
@@ -160,7 +161,7 @@ class PooledRunner:
         Raises:
             ValueError: always.
         """
-        raise ValueError("engine: pools serve no adapters; leave pools out.")
+        raise ConfigError("engine: pools serve no adapters; leave pools out.")
 
     def swap(self, params: Any) -> None:
         """Replaces the weights of all engines; see ``ModelRunner``."""
@@ -189,17 +190,17 @@ def check_pools(config: EngineConfig, mesh: Mesh | None = None) -> PoolSizes:
     assert config.pools is not None
     sizes = PoolSizes.parse(config.pools)
     if mesh is not None and mesh.size > 1:
-        raise ValueError(
+        raise ConfigError(
             f"engine: pools = {config.pools!r} have meshes of their own, and mesh = {dict(mesh.shape)} is one more: "
             "leave it out (--mesh)."
         )
     if jax.process_count() > 1:
-        raise ValueError(
+        raise ConfigError(
             f"engine: pools = {config.pools!r} are of one process, which moves pages between its devices; there are "
             f"{jax.process_count()}. Serve from one (JAXLLM_PROCESSES=1), or split heads over a mesh."
         )
     if (there := len(jax.devices())) < sizes.devices:
-        raise ValueError(
+        raise ConfigError(
             f"engine: pools = {config.pools!r} need {sizes.devices} devices, and there are {there}: give fewer "
             "engines, or fewer devices to each."
         )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.files import digest
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import mask_width
@@ -141,7 +142,9 @@ class ModelRunner:
                 "w8a8, or leave batch_invariant out."
             )
         if config.draft_features and self.mesh is not None:
-            raise ValueError("engine: draft_features, which a draft head needs, are kept on one device; not on a mesh.")
+            raise ConfigError(
+                "engine: draft_features, which a draft head needs, are kept on one device; not on a mesh."
+            )
         self.spans_processes = spans_processes(self.mesh)
         replicas = 1
         if self.mesh is None:
@@ -430,7 +433,7 @@ class ModelRunner:
         """Pages of each pool; with a sliding window, no more than the windows of all sequences cover."""
         spec = self.spec
         if most < spec.columns + 1:
-            raise ValueError(
+            raise ConfigError(
                 f"engine: pages = {most}, but one sequence of {spec.max_len} tokens needs {spec.columns + 1} of "
                 f"{spec.page_size}: give more pages or a smaller max_len."
             )

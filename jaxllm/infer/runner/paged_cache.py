@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.retention.corm import Corm
 from jaxllm.infer.runner.retention.locret import Locret
@@ -177,7 +178,7 @@ def layer_groups(config: DecoderConfig, kv_dtype: str = "auto", retention: str |
             unrotated = _unrotated([config.blocks[number].attention for number in layers], dtype)
         groups.append(LayerGroup(*key, tuple(layers), dtype, lossy, own, config.dtype, parts, unrotated))
     if rule is not None and not any(group.rule for group in groups):
-        raise ValueError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
+        raise ConfigError(f"engine: retention = {retention!r}, but every layer has a sliding window; leave it out.")
     return tuple(sorted(groups, key=lambda g: g.window or 0))
 
 
@@ -189,15 +190,17 @@ def _unrotated(layers: list[AttentionLayer], dtype: str) -> AttentionLayer:
     """
     first, keys, by = layers[0], jnp.zeros((1, layers[0].key_dim)), jnp.zeros(1, jnp.int32)
     if first.kv_spec.latent:
-        raise ValueError(f"engine: kv_dtype = {dtype!r} is for keys and values, not for MLA latents; use int8 or int4.")
+        raise ConfigError(
+            f"engine: kv_dtype = {dtype!r} is for keys and values, not for MLA latents; use int8 or int4."
+        )
     try:
         jax.eval_shape(first.turned, keys, by)
     except ValueError as error:
-        raise ValueError(
+        raise ConfigError(
             f"engine: kv_dtype = {dtype!r} keeps keys as they are before RoPE, and {error}; use kivi4."
         ) from error
     if len({getattr(layer, "rope", None) for layer in layers}) > 1:
-        raise ValueError(
+        raise ConfigError(
             f"engine: kv_dtype = {dtype!r} keeps keys as they are before RoPE, and layers of one shape have different "
             "rotations; use kivi4."
         )
@@ -208,11 +211,14 @@ def check_pages(groups: Sequence[LayerGroup], page_size: int) -> None:
     """Checks that pages of this size can have the format of their groups.
 
     Raises:
-        ValueError: names the size, and what is legal.
+        ConfigError: names the size, and what is legal.
     """
     for group in groups:
         if (form := group.format()).kv_format.chunk:
-            form.kv_format.check(page_size, form.kv_heads, form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
+            try:
+                form.kv_format.check(page_size, form.kv_heads, form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
 
 def parts_of(layers: int, rule: RetentionRule | None) -> int:
@@ -228,12 +234,12 @@ def retention_rule(text: str) -> RetentionRule:
     """
     name, colon, sizes = text.partition(":")
     if name not in RETENTION_RULES:
-        raise ValueError(f"engine: retention = {text!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
+        raise ConfigError(f"engine: retention = {text!r}; legal: None, or a row of {tuple(RETENTION_RULES)}.")
     rule = RETENTION_RULES[name]
     if not colon and name != "locret":  # which has no heads of its own
         return rule
     if not hasattr(rule, "of"):
-        raise ValueError(f"engine: retention = {text!r}: the rule {name!r} has no sizes to give.")
+        raise ConfigError(f"engine: retention = {text!r}: the rule {name!r} has no sizes to give.")
     return rule.of(sizes)  # pyright: ignore[reportAttributeAccessIssue]
 
 

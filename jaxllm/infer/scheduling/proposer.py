@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Any, Protocol, runtime_checkable
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Guide
 from jaxllm.infer.scheduling.sequence import Sequence
@@ -51,7 +52,7 @@ def check_proposer(config: EngineConfig, proposer: AnyProposer | None) -> None:
         ValueError: there is a proposer but no step verifies tokens, or the other way round.
     """
     if (proposer is not None) != (config.verify_tokens > 0):
-        raise ValueError(
+        raise ConfigError(
             f"engine: verify_tokens = {config.verify_tokens} and proposer = {proposer}: give both for speculative "
             "decoding, or neither."
         )

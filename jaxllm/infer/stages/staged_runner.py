@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.model_runner import PAGES_PER_TRANSFER, ModelRunner
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, write_pages
@@ -420,9 +421,9 @@ def with_stages(config: EngineConfig, mesh: Mesh | None) -> EngineConfig:
     """
     count = stages_of(mesh)
     if config.stages not in (1, count):
-        raise ValueError(f"engine: stages = {config.stages}, and the mesh has stage = {count}; give the mesh alone.")
+        raise ConfigError(f"engine: stages = {config.stages}, and the mesh has stage = {count}; give the mesh alone.")
     if config.draft_runs > 1 and count == 1:
-        raise ValueError(
+        raise ConfigError(
             f"engine: draft_runs = {config.draft_runs} are runs in flight through pipeline stages, and there is one "
             "stage: serve on a mesh with stage=N (--mesh stage=4), or leave draft_runs out."
         )

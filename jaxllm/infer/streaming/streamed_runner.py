@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
@@ -235,16 +236,18 @@ def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> N
     """
     window = 0 if placement is None else placement.window
     if config.layer_window != window:
-        raise ValueError(
+        raise ConfigError(
             f"engine: layer_window = {config.layer_window}, and the weights are placed with a window of {window}; give "
             "both the same number (0: all weights are on the device)."
         )
     if not window:
         return
     if config.orders_channels:
-        raise ValueError(f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4.")
+        raise ConfigError(
+            f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4."
+        )
     if (config.speculate or "").partition(":")[0] == "self":
-        raise ValueError(
+        raise ConfigError(
             f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
             "draft:MODEL or ngram."
         )

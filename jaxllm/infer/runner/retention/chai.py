@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxllm.config import ConfigError
 from jaxllm.models.attention_context import AttentionParams, LayerIndex, Segments
 from jaxllm.models.channel_order import block_places, weighted_blocks
 from jaxllm.models.functional import Functional, Params, functional
@@ -105,7 +106,7 @@ class HeadClusters:
                 for blocks in (config.pattern, config.prefix)
             )
         except ValueError as error:
-            raise ValueError(f"engine: head_clusters = {size} (chai): {error}; or use corm.") from None
+            raise ConfigError(f"engine: head_clusters = {size} (chai): {error}; or use corm.") from None
         wrong = {
             "layers of different numbers of heads": len(
                 {(b.attention.heads, b.attention.kv_heads) for b in config.blocks}
@@ -116,7 +117,7 @@ class HeadClusters:
             "layers apart": apart,
         }
         for what in (what for what, is_so in wrong.items() if is_so):
-            raise ValueError(f"engine: head_clusters = {size} (chai) folds heads, and the model has {what}; use corm.")
+            raise ConfigError(f"engine: head_clusters = {size} (chai) folds heads, and the model has {what}; use corm.")
         folded = functional(dataclasses.replace(config, pattern=pattern, prefix=prefix), model.rules)
         return dataclasses.replace(folded, training_context=model.training_context, text_context=model.text_context)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup
@@ -92,7 +93,7 @@ def heads_of(config: DecoderConfig, groups: tuple[LayerGroup, ...], devices: int
     if not paths:
         return {}
     if devices > 1:
-        raise ValueError(
+        raise ConfigError(
             f"engine: locret reads all heads of a token, and {devices} devices have parts of them: serve it on one "
             "device, or use corm or pyramid."
         )
@@ -112,12 +113,12 @@ def check_scores(config: EngineConfig, groups: tuple[LayerGroup, ...], shards: i
     """
     scored = [group for group in groups if by_scores(group.rule) is not None]
     if scored and (config.verify_tokens or config.speculate):
-        raise ValueError(
+        raise ConfigError(
             f"engine: retention = {config.retention!r} chooses by attention scores, to which tokens that are refused "
             "later would add: leave speculate and verify_tokens out, or use window+sinks."
         )
     if any(group.kv_spec.kv_heads % shards for group in scored):
-        raise ValueError(
+        raise ConfigError(
             f"engine: retention = {config.retention!r} chooses entries by kv head, and the mesh has {shards} shards "
             f"for {scored[0].kv_spec.kv_heads} of them: use a tensor axis that divides them, or data."
         )
