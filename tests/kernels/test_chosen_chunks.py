@@ -129,7 +129,7 @@ def test_found_pages_are_read_as_they_are(implementation, rng, float64):
 @pytest.mark.parametrize("name", ["few", "none whole"])
 def test_a_decode_token_fetches_its_chunks_alone(name, rng, float64):
     """Every value in host memory that is not of a chosen chunk is nan by then; with one more, so is the output."""
-    form, params, length = FORMS[name], AttentionParams(0.4), 34
+    form, params, length = FORMS[name], AttentionParams(0.4), 36
     drawn = draw(rng, length + 1)
     run, one = program("xla", params), program("xla", params, decode_only=True)
     table, pool = rng.permutation(COLUMNS).astype(np.int32)[None], empty(PageFormat(K, H, H, encoding=name), COLUMNS, 1)
@@ -137,6 +137,7 @@ def test_a_decode_token_fetches_its_chunks_alone(name, rng, float64):
     padded = [jnp.pad(jnp.asarray(x), ((0, -len(x) % PAGE), (0, 0), (0, 0))) for x in drawn]
     encoded, _, few = shadow_reference.chosen(form, PAGE, padded[0][: length + 1], padded[1], params)
     few = np.asarray(few[length])  # K A
+    assert encoded[length, 0] == encoded[length - 1, 0], "the step writes no page"
     assert few.sum() == K * form.tokens // form.chunk < int(encoded[length, 0]) // form.chunk
     kept = np.full(pool.rows.shape, np.nan)
     for head, chunk in zip(*np.nonzero(few), strict=True):
