@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-LIMIT = 0.03
+LIMIT = 0.05
 """Largest share of the seconds of all unit tests that one may take: about 50 s of `make test` on two quick cores."""
 WHOLE = 4_000
 """Tests of a run, skipped ones included, from which on it counts as one of the whole suite."""
