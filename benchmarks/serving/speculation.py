@@ -101,7 +101,7 @@ def measure_cell(args: argparse.Namespace, text: str, batch: int) -> list[dict[s
         max_sequences=batch, max_len=args.prompt + args.tokens, samplers=("plain",), prefix_cache=False,
         speculate="ngram",
     )  # fmt: skip
-    llm = LLM(args.model, sizes)
+    llm = LLM(args.model, sizes, background=False)
     contenders, asked = sides(llm, args.draft, args.kept), prompts(llm, text, batch, args.prompt)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
     for turn in range(-1, args.rounds):  # the first is not measured

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,38 +149,59 @@ def many(count: int, left: int = 50) -> list[Sequence]:
 def measured(length: AdaptiveDraftLength, knee: float) -> AdaptiveDraftLength:
     """With two measurements of every step of a device: 1 second up to ``knee`` rows, and more in proportion."""
     for _ in range(2):
-        for decode, sizes in ((True, length.decode_buckets), (False, length.prompt_buckets)):
-            for rows in sizes:
-                length.record_step(rows, max(1.0, rows / knee), decode=decode)
+        for rows in length.decode_buckets:
+            length.record_step(rows, max(1.0, rows / knee), "plain")
+        for rows in length.prompt_buckets:
+            length.record_step(rows, max(1.0, rows / knee), "verification")
     return length
 
 
-def test_draft_lengths_are_those_of_an_exhaustive_search(rng):
-    """Over all lengths of three sequences, by tokens per second; the roofline gives the same as measurements."""
+def expected_speed(counts, rates, offered, knee, each, buckets):
+    """Tokens per second with so many draft tokens of each sequence, on the device of ``measured``."""
+    batch, (plain, verification) = len(counts), buckets
+    padded = max(1.0, next(size for size in plain if size >= batch) / knee)
+    if not any(counts):
+        return batch / padded
+    drafts = [(n, rate, share) for n, rate, share in zip(counts, rates, offered, strict=True) if n]
+    tokens = batch + sum(share * rate**j for n, rate, share in drafts for j in range(1, n + 1))
+    some = 1 - math.prod(1 - share for _, _, share in drafts)
+    rows = batch + math.ceil(sum(n * share for n, _, share in drafts) / some - 1e-9)
+    verified = max(1.0, next(size for size in verification if size >= rows) / knee)
+    return tokens / (some * verified + (1 - some) * padded + each * max(counts))
+
+
+@pytest.mark.parametrize(("batch", "empty"), [(3, 0), (1, 9), (1, 60)], ids=str)
+def test_draft_lengths_are_those_of_an_exhaustive_search(rng, batch, empty):
+    """Over all lengths of some sequences, by tokens per second; the roofline gives the same as measurements.
+
+    Where a proposer has no draft in ``empty`` of its attempts, the search is exact for one sequence.
+    """
     buckets = (1, 2, 4), (2, 3, 5, 7, 9, 12)
     for knee, each in ((1.0, 0.0), (3.0, 0.02), (6.0, 0.02), (100.0, 0.4)):
-        length, sequences = measured(AdaptiveDraftLength(3, *buckets, knee), knee), many(3)
+        length, sequences = measured(AdaptiveDraftLength(3, *buckets, knee), knee), many(batch)
         for one in sequences:
             for _ in range(12):
                 length.record_draft(one, 3, int(rng.integers(0, 4)))
+            for _ in range(empty):
+                length.record_draft(one, 0, 0)
         length.record_drafting(2, 2 * each)
-        rates = [length.rate(one) for one in sequences]
-
-        def speed(counts: tuple[int, ...], knee=knee, rates=rates, each=each) -> float:
-            tokens = sum(rate**j for rate, count in zip(rates, counts, strict=True) for j in range(count + 1))
-            rows = next(size for size in buckets[bool(sum(counts))] if size >= 3 + sum(counts))
-            return tokens / (max(1.0, rows / knee) + each * max(counts))
+        rates = [length.rate(one, batch) for one in sequences]
+        offered = [length.offered(one, batch) for one in sequences]
+        assert (min(offered) == 1) == (empty == 0)
+        speed = partial(expected_speed, rates=rates, offered=offered, knee=knee, each=each, buckets=buckets)
+        plain = speed((0,) * batch)
 
         found = length.counts(sequences)
         own = speed(tuple(found.get(one, 0) for one in sequences))
-        best = max(map(speed, itertools.product(range(4), repeat=3)))
-        assert own == pytest.approx(best) if best > 1.03 * speed((0, 0, 0)) else not found
-        assert found or knee < 100
+        best = max(map(speed, itertools.product(range(4), repeat=batch)))
+        assert own == pytest.approx(best) if best > 1.03 * plain else not found
+        assert found or knee < 100 or empty
         fresh = AdaptiveDraftLength(3, *buckets, knee)
         assert fresh.counts(sequences) == {}, "plain decoding is measured first"
         fresh._all, fresh._own, fresh._drafting, fresh._passes = length._all, length._own, length._drafting, 0
+        padded = next(size for size in buckets[0] if size >= batch)
         for _ in range(2):
-            fresh.record_step(4, max(1.0, 4 / knee), decode=True)
+            fresh.record_step(padded, max(1.0, padded / knee), "plain")
         fresh._passes = length._passes
         assert fresh.counts(sequences) == found
 
@@ -199,6 +222,29 @@ def test_drafts_stop_where_none_is_accepted_and_are_tried_again():
     assert measured(AdaptiveDraftLength(4, (1,), (5,)), 5.0).counts(short) == {short[0]: 2}, "the last needs no draft"
 
 
+def test_attempts_without_a_draft_are_no_refused_tokens():
+    """One attempt in four gives a draft, whose tokens are all accepted: 2 tokens in 5/4 passes, so drafting pays.
+
+    It ends where a pass that found no draft takes as long as 2.5 of plain decoding, which has several tokens a step.
+    """
+    length, (one,) = measured(AdaptiveDraftLength(4, (1,), (5,), 2.5), 2.5), many(1, left=10**6)
+    for _ in range(30):
+        for proposed in (0, 0, 0, 4):
+            length.record_draft(one, proposed, proposed)
+    assert length.rate(one) > 0.95
+    assert length.offered(one) == pytest.approx(0.25, abs=0.06)
+    assert length.counts([one]) == {one: 4}
+    for _ in range(2):
+        length.record_step(1, 1.2, "undrafted")
+    assert length.counts([one]) == {one: 4}
+    for _ in range(40):
+        length.record_step(1, 2.5, "undrafted")
+    assert length.counts([one]) == {}
+    for _ in range(300):
+        length.record_draft(one, 0, 0)
+    assert length.offered(one) < 0.1
+
+
 def test_one_refused_draft_is_little_evidence():
     """A drafter that is right with 0.69 is worth 9% here; after a refusal it is tried again soon, after many it is not.
 
@@ -217,6 +263,20 @@ def test_one_refused_draft_is_little_evidence():
     dear = measured(AdaptiveDraftLength(4, (1,), (5,), 1.1), 1.1)
     assert dear.counts(many(1)) != {}
     assert measured(AdaptiveDraftLength(4, (1,), (5,), 1.0), 1.0).counts(many(1)) == {}, "it could never pay"
+
+
+def test_the_time_of_a_larger_program_counts_for_the_rows_that_it_ran_for():
+    """While a smaller program is not ready, a verification runs in a larger one, and takes as long."""
+    length, batch = AdaptiveDraftLength(4, (1, 2, 4), (20, 256)), many(4)
+    for _ in range(2):
+        length.record_step(3, 1.0, "plain")
+        length.record_step(17, 4.0, "verification")
+    assert length.plain_seconds(4) == 1
+    assert length.verify_seconds(4, 18) == 4
+    for one in batch:
+        for _ in range(20):
+            length.record_draft(one, 4, 2)
+    assert length.counts(batch) == {}, "3 tokens in place of 1 do not pay for 4 passes"
 
 
 def test_rooflines_knee():

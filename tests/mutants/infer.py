@@ -35,8 +35,8 @@ MUTANTS = [
     Mutant(
         "drafts_cost_no_time",
         "jaxllm/infer/speculate/draft_length.py",
-        "batch + rows) + deepest * self._drafting.seconds\n",
-        "batch + rows)\n",
+        "verified) + deepest * self._drafting.seconds\n",
+        "verified)\n",
         (f"{SPECULATION}::test_draft_lengths_are_those_of_an_exhaustive_search",),
     ),
     Mutant(

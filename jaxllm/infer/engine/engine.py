@@ -667,13 +667,14 @@ class Engine:
 
     def _record_step(self, step: _StepInFlight, seconds: float) -> None:
         """Records the time of a step of plain decoding, or of a verification without prefill, for the draft length."""
-        decode, chunks = step.shape.decode, [chunk for plan in step.plans for chunk in plan.chunks]
+        chunks = [chunk for plan in step.plans for chunk in plan.chunks]
         speculates = any(plan.speculates for plan in step.plans)
-        verifies = speculates and not decode and all(c.count == 1 + len(c.proposed) for c in chunks)
-        if verifies or (decode and not speculates):
+        if step.shape.decode or (speculates and all(c.count == 1 + len(c.proposed) for c in chunks)):
+            kind = "verification" if not step.shape.decode else "undrafted" if speculates else "plain"
             seconds -= sum(plan.drafting_seconds for plan in step.plans)
             passes = max(plan.steps for plan in step.plans)
-            self.draft_length.record_step(step.shape.tokens, seconds / passes, decode=decode)
+            rows = max(plan.tokens for plan in step.plans)
+            self.draft_length.record_step(rows, seconds / passes, kind)
 
     def _replica_outputs(
         self, plan: StepPlan, shape: StepShape, outputs: Mapping[str, np.ndarray], work: list[tuple[int, int, int]]

@@ -6,6 +6,10 @@ arithmetic when it is large: then no draft pays, and sequences decode plainly, s
 as steps run; a step that has not run yet is estimated by the roofline. It is the goodput of SmartSpec
 (arXiv:2406.14066), with a length for each sequence.
 
+Some proposers often have nothing to propose, as n-grams have where a text is new. Such an attempt costs little: the
+sequences decode one token, instead of several in a step. So the share of attempts that give a draft is counted apart
+from the acceptance of its tokens; as refused tokens, attempts without a draft would end drafting where it pays.
+
 Acceptance is only seen where drafts are verified, so that a sequence whose first drafts happen to be refused must not
 be given up for good. It is a bandit problem: what counts is not the share of accepted tokens but an upper confidence
 bound of it, which is far above the share after few tokens, and evidence fades.
@@ -17,7 +21,7 @@ import math
 import weakref
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
@@ -26,11 +30,14 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.scheduling.sequence import Sequence
 
 INHERITED = 4.0
-"""Most draft tokens of all sequences that a new sequence's evidence begins with."""
+"""Most attempts of all sequences that a new sequence's evidence begins with."""
 FADE = 192
 """Tokens after which evidence counts half, so that drafting is tried again now and then."""
 MARGIN = 1.03
 """Gain in speed from which drafting is worth its variance."""
+
+StepKind = Literal["plain", "verification", "undrafted"]
+"""Plain decoding of any number of tokens; verification of drafts; plain decoding where nothing had been proposed."""
 
 
 @runtime_checkable
@@ -49,8 +56,8 @@ class DraftLength(Protocol):
         """Records the time of drafting ``depth`` tokens for all sequences of a step."""
         ...
 
-    def record_step(self, rows: int, seconds: float, *, decode: bool) -> None:
-        """Records the time of a pass of the served model over so many rows, padding included."""
+    def record_step(self, rows: int, seconds: float, kind: StepKind) -> None:
+        """Records the time of a pass of the served model over so many rows, without padding."""
         ...
 
 
@@ -74,45 +81,73 @@ class FixedDraftLength:
     def record_drafting(self, depth: int, seconds: float) -> None:
         """Does nothing."""
 
-    def record_step(self, rows: int, seconds: float, *, decode: bool) -> None:
+    def record_step(self, rows: int, seconds: float, kind: StepKind) -> None:
         """Does nothing."""
 
 
 @dataclass
-class _Acceptance:
-    """Evidence about the acceptance of draft tokens, which fades as tokens are generated without any.
+class _Share:
+    """Evidence about a share of successes, which fades as tokens are generated without any.
 
     Attributes:
-        accepted, tried: draft tokens that were compared, and those of them that were equal.
+        successes, tried: successes, and all attempts.
         at: tokens that had been generated then.
     """
 
-    accepted: float = 0.0
+    successes: float = 0.0
     tried: float = 0.0
     at: int = 0
 
-    def add(self, accepted: int, tried: int, now: int) -> None:
-        """Adds ``tried`` draft tokens that were compared, of which ``accepted`` were equal."""
+    def add(self, successes: int, tried: int, now: int) -> None:
+        """Adds ``tried`` attempts, ``successes`` of them successful."""
         kept = self._kept(now)
-        self.accepted, self.tried, self.at = self.accepted * kept + accepted, self.tried * kept + tried, now
+        self.successes, self.tried, self.at = self.successes * kept + successes, self.tried * kept + tried, now
 
-    def bound(self, now: int) -> float:
-        """Upper confidence bound, of one standard deviation, of the next draft token's acceptance: 1 without evidence.
+    def bound(self, now: int, batch: int) -> float:
+        """Upper confidence bound, of one standard deviation, of the next attempt's success: 1 without evidence.
 
-        It is the score interval's (E. B. Wilson 1927), which holds for few tokens too.
+        It is the score interval's (E. B. Wilson 1927), which holds for few attempts too. A step is for a batch of
+        sequences, and the deviations of a sum add up as squares: of each, what is above the share of successes counts
+        by 1 / sqrt(batch). Otherwise the bounds of many sequences would promise more together than any step gives.
         """
-        accepted, tried = self.accepted * self._kept(now), self.tried * self._kept(now)
-        variance = accepted * (1 - accepted / tried) if tried else 0.0
-        return (accepted + 0.5 + math.sqrt(max(0.0, variance) + 0.25)) / (tried + 1)
+        if not self.tried:
+            return 1.0
+        share = self.successes / self.tried
+        successes, tried = self.successes * self._kept(now), self.tried * self._kept(now)
+        bound = (successes + 0.5 + math.sqrt(max(0.0, successes * (1 - share)) + 0.25)) / (tried + 1)
+        return share + (bound - share) / math.sqrt(batch)
 
-    def inherited(self, now: int, at: int) -> _Acceptance:
-        """Evidence of a new sequence, which has generated ``at`` tokens: up to ``INHERITED`` tokens of this one."""
+    def inherited(self, now: int, at: int) -> _Share:
+        """Evidence of a new sequence, which has generated ``at`` tokens: up to ``INHERITED`` attempts of this one."""
         kept = self._kept(now)
         share = kept * min(1.0, INHERITED / max(INHERITED, self.tried * kept))
-        return _Acceptance(self.accepted * share, self.tried * share, at)
+        return _Share(self.successes * share, self.tried * share, at)
 
     def _kept(self, now: int) -> float:
         return 0.5 ** (max(0, now - self.at) / FADE)
+
+
+@dataclass
+class _Evidence:
+    """Evidence about drafts.
+
+    Attributes:
+        offered: attempts that gave a draft.
+        accepted: draft tokens that were compared, and those of them that were equal.
+    """
+
+    offered: _Share = field(default_factory=_Share)
+    accepted: _Share = field(default_factory=_Share)
+
+    def add(self, proposed: int, accepted: int, now: int) -> None:
+        """Adds a draft of ``proposed`` tokens, 0 for none, of which the first ``accepted`` were accepted."""
+        self.offered.add(proposed > 0, 1, now)
+        if proposed:
+            self.accepted.add(accepted, accepted + (accepted < proposed), now)
+
+    def inherited(self, now: int, at: int) -> _Evidence:
+        """Evidence of a new sequence, see ``_Share.inherited``."""
+        return _Evidence(self.offered.inherited(now, at), self.accepted.inherited(now, at))
 
 
 @dataclass
@@ -150,9 +185,10 @@ class AdaptiveDraftLength:
     knee: float = 1e9
     _plain: dict[int, _Duration] = field(default_factory=dict)
     _verify: dict[int, _Duration] = field(default_factory=dict)
+    _undrafted: dict[int, _Duration] = field(default_factory=dict)
     _drafting: _Duration = field(default_factory=_Duration)
-    _all: _Acceptance = field(default_factory=_Acceptance)
-    _own: weakref.WeakKeyDictionary[Sequence, _Acceptance] = field(default_factory=weakref.WeakKeyDictionary)
+    _all: _Evidence = field(default_factory=_Evidence)
+    _own: weakref.WeakKeyDictionary[Sequence, _Evidence] = field(default_factory=weakref.WeakKeyDictionary)
     _passes: int = 0
 
     def counts(self, sequences: list[Sequence]) -> dict[Sequence, int]:
@@ -160,35 +196,51 @@ class AdaptiveDraftLength:
         if not sequences or not self._plain_known(len(sequences)):
             return {}
         # Every draft token by its expected worth: the most promising first, and a sequence's in their order.
+        batch, taken = len(sequences), []
+        offered = [self.offered(one, batch) for one in sequences]
         gains = sorted(
-            (-(rate**depth), depth, number)
-            for number, (one, rate) in enumerate((one, self.rate(one)) for one in sequences)
+            (-offered[number] * rate**depth, depth, number)
+            for number, (one, rate) in enumerate((one, self.rate(one, batch)) for one in sequences)
             for depth in range(1, min(self.most, one.remaining - 1) + 1)
         )
-        batch, taken = len(sequences), []
         best = MARGIN * batch / self.plain_seconds(batch)
         for deepest in range(1, self.most + 1):
             some, tokens = [one for one in gains if one[1] <= deepest], float(batch)
-            for rows, (gain, _, _) in enumerate(some, 1):
+            none, rows = 1.0, 0.0  # probability that no sequence has a draft, and expected draft tokens
+            for count, (gain, depth, number) in enumerate(some, 1):
                 tokens -= gain
-                seconds = self.verify_seconds(batch, batch + rows) + deepest * self._drafting.seconds
+                rows += offered[number]
+                none *= 1 - offered[number] if depth == 1 else 1
+                verified = batch + math.ceil(rows / (1 - none) - 1e-9)  # if any has a draft
+                seconds = (1 - none) * self.verify_seconds(batch, verified) + deepest * self._drafting.seconds
+                if none > 0:
+                    seconds += none * self.undrafted_seconds(batch)
                 if tokens / seconds > best:
-                    best, taken = tokens / seconds, some[:rows]
+                    best, taken = tokens / seconds, some[:count]
         counts: dict[Sequence, int] = {}
         for _, depth, number in taken:
             counts[sequences[number]] = max(depth, counts.get(sequences[number], 0))
         return counts
 
-    def rate(self, one: Sequence) -> float:
-        """Upper confidence bound of the acceptance of a sequence's next draft token."""
-        return self._evidence(one).bound(one.generated)
+    def rate(self, one: Sequence, batch: int = 1) -> float:
+        """Upper confidence bound of the acceptance of the next draft token of a sequence in a batch."""
+        return self._evidence(one).accepted.bound(one.generated, batch)
 
-    def _evidence(self, one: Sequence) -> _Acceptance:
+    def offered(self, one: Sequence, batch: int = 1) -> float:
+        """Upper confidence bound of the probability that a draft is proposed for a sequence in a batch."""
+        return self._evidence(one).offered.bound(one.generated, batch)
+
+    def _evidence(self, one: Sequence) -> _Evidence:
         return self._own.get(one) or self._all.inherited(self._passes, one.generated)
 
     def plain_seconds(self, batch: int) -> float:
         """Seconds of a pass that decodes a token of each of so many sequences."""
         return self._plain[_bucket(self.decode_buckets, batch)].seconds
+
+    def undrafted_seconds(self, batch: int) -> float:
+        """Seconds of a pass that decodes one token of each of so many sequences, since nothing was proposed."""
+        measured = self._undrafted.get(_bucket(self.decode_buckets, batch))
+        return measured.seconds if measured is not None and measured.known else self.plain_seconds(batch)
 
     def verify_seconds(self, batch: int, rows: int) -> float:
         """Seconds of a step with so many rows: measured, or by the roofline from what plain decoding takes."""
@@ -201,20 +253,24 @@ class AdaptiveDraftLength:
         return self.plain_seconds(batch) * max(self.knee, bucket) / max(self.knee, rows)
 
     def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
-        """Records a verification; nothing proposed counts as a refused token."""
-        tried = accepted + (accepted < proposed or not proposed)
+        """Records a verification, or that nothing was proposed."""
         self._own[sequence] = own = self._evidence(sequence)
-        own.add(accepted, tried, sequence.generated)
-        self._all.add(accepted, tried, self._passes)
+        own.add(proposed, accepted, sequence.generated)
+        self._all.add(proposed, accepted, self._passes)
 
     def record_drafting(self, depth: int, seconds: float) -> None:
         """Records the time of drafting."""
         self._drafting.add(seconds / depth)
 
-    def record_step(self, rows: int, seconds: float, *, decode: bool) -> None:
-        """Records the time of a pass."""
+    def record_step(self, rows: int, seconds: float, kind: StepKind) -> None:
+        """Records the time of a pass, by the size that its rows are padded to once all programs are ready.
+
+        Until then a larger program runs in place of one that is not, and the time that counts is that.
+        """
         self._passes += 1
-        (self._plain if decode else self._verify).setdefault(rows, _Duration()).add(seconds)
+        measured = {"plain": self._plain, "verification": self._verify, "undrafted": self._undrafted}[kind]
+        sizes = self.prompt_buckets if kind == "verification" else self.decode_buckets
+        measured.setdefault(_bucket(sizes, rows), _Duration()).add(seconds)
 
     def _plain_known(self, batch: int) -> bool:
         bucket = _bucket(self.decode_buckets, batch)

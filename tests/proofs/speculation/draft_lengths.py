@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from jaxllm.infer import EngineConfig, SamplingParams
@@ -17,15 +19,27 @@ def seconds_of(padded: int, knee: float) -> float:
     return max(1.0, padded / knee)
 
 
-def fixed_speed(count: int, config: EngineConfig, rates: np.ndarray, knee: float, drafting: float) -> float:
-    """Expected tokens per second with ``count`` draft tokens for every sequence; with 0 it is plain decoding."""
-    buckets = config.prompt_buckets if count else config.decode_buckets
-    padded = next(size for size in buckets if size >= len(rates) * (1 + count))
-    tokens = sum(float((rates**place).sum()) for place in range(count + 1))
-    return tokens / (seconds_of(padded, knee) + count * drafting)
+def padded_rows(config: EngineConfig, batch: int, drafted: int) -> int:
+    """Rows of the program that decodes, or verifies ``drafted`` tokens of, a batch."""
+    buckets = config.prompt_buckets if drafted else config.decode_buckets
+    return next(size for size in buckets if size >= batch + drafted)
 
 
-def adaptive_speed(config: EngineConfig, rates: np.ndarray, knee: float, drafting: float, seed: int) -> float:
+def fixed_speed(count: int, config: EngineConfig, rates: np.ndarray, offered: float, knee: float, each: float) -> float:
+    """Expected tokens per second with ``count`` draft tokens for every sequence; with 0 it is plain decoding.
+
+    A draft is proposed with probability ``offered``, for each sequence by itself, and costs ``each`` a token.
+    """
+    batch = len(rates)
+    tokens = batch + offered * sum(float((rates**place).sum()) for place in range(1, count + 1))
+    ways = [math.comb(batch, some) * offered**some * (1 - offered) ** (batch - some) for some in range(batch + 1)]
+    passes = sum(share * seconds_of(padded_rows(config, batch, some * count), knee) for some, share in enumerate(ways))
+    return tokens / (passes + count * each)
+
+
+def adaptive_speed(
+    config: EngineConfig, rates: np.ndarray, offered: float, knee: float, drafting: float, seed: int
+) -> float:
     """Tokens per second of the adaptive length, which sees its own drafts accepted or refused, and noisy times.
 
     For each step it counts the expected tokens and the expected time of the drafts that were chosen, so that luck with
@@ -38,20 +52,20 @@ def adaptive_speed(config: EngineConfig, rates: np.ndarray, knee: float, draftin
     seconds = total = 0.0
     for _ in range(PASSES):
         counts = length.counts(sequences)
-        rows = len(rates) + sum(counts.values())
-        buckets = config.prompt_buckets if counts else config.decode_buckets
-        padded = next(size for size in buckets if size >= rows)
+        drafts = {one: count for one, count in counts.items() if rng.random() < offered}
+        padded = padded_rows(config, len(rates), sum(drafts.values()))
         took = seconds_of(padded, knee)
-        length.record_step(padded, took * float(rng.uniform(0.95, 1.05)), decode=not counts)
+        kind = "verification" if drafts else "undrafted" if counts else "plain"
+        length.record_step(padded, took * float(rng.uniform(0.95, 1.05)), kind)
         if counts:
             deepest = max(counts.values())
             length.record_drafting(deepest, deepest * drafting)
             took += deepest * drafting
         for one, rate in zip(sequences, rates.tolist(), strict=True):
-            count, accepted = counts.get(one, 0), 0
+            count, accepted = drafts.get(one, 0), 0
             while accepted < count and rng.random() < rate:
                 accepted += 1
-            if count:
+            if one in counts:
                 length.record_draft(one, count, accepted)
             one.pending += 1 + accepted
             total += sum(rate**place for place in range(count + 1))
@@ -63,6 +77,8 @@ def adaptive_speed(config: EngineConfig, rates: np.ndarray, knee: float, draftin
 def adaptive_is_nearly_the_best_fixed(seed: int) -> dict[str, float]:
     """Batches of 1 to 16, acceptance alike or not, drafters that are free or take a third of a pass, any knee.
 
+    Half of the drafters propose something at every attempt, the others as n-grams do, in a share of attempts.
+
     The best fixed length is known from the rates, of which the policy knows nothing. In ``PASSES`` passes it learns
     them several times over, since evidence fades; a sequence of some hundred tokens may lose more, or less.
     """
@@ -70,7 +86,9 @@ def adaptive_is_nearly_the_best_fixed(seed: int) -> dict[str, float]:
     batch, knee = int(rng.choice([1, 2, 4, 8, 16])), float(rng.choice([2, 8, 40, 300]))
     drafting = float(rng.choice([0.0, 0.1, 0.33]))
     rates = rng.uniform(0, 1, batch) if rng.random() < 0.5 else np.full(batch, rng.uniform(0, 0.98))
+    offered = 1.0 if rng.random() < 0.5 else float(rng.uniform(0.05, 1))
     config = EngineConfig(max_sequences=batch, speculate="ngram")
-    plain, *fixed = (fixed_speed(count, config, rates, knee, drafting) for count in range(config.verify_tokens + 1))
-    own = adaptive_speed(config, rates, knee, drafting, seed)
+    lengths = range(config.verify_tokens + 1)
+    plain, *fixed = (fixed_speed(count, config, rates, offered, knee, drafting) for count in lengths)
+    own = adaptive_speed(config, rates, offered, knee, drafting, seed)
     return {"loss": max(0.0, 1 - own / max(plain, *fixed)), "loss to plain": max(0.0, 1 - own / plain)}
