@@ -497,7 +497,7 @@ def axis_names(*logical: str) -> tuple[str, ...]:
     mesh = current_mesh()
     if mesh is None:
         return ()
-    rules = current_rules()
+    rules = current_rules().on(mesh)
     sizes = split_sizes(mesh)
     return tuple(a for name in logical for a in rules.mesh_axes(name) if sizes.get(a, 1) > 1)
 

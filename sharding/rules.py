@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sharding.folding import Folding
 from sharding.mesh import AXES, ShardingError, divisors
 
 LogicalAxes = tuple[str | None, ...]
@@ -39,6 +40,7 @@ class Rules:
         keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: tiles of a TPU hold
             several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
             activations for the gradient then.
+        folding: factoring of the mesh's devices for experts, in place of the table's; see ``on``.
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
@@ -46,6 +48,7 @@ class Rules:
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
     rings: tuple[str, ...] = ()
     keep_heads: bool = False
+    folding: Folding | None = None
 
     def __post_init__(self) -> None:
         # A mesh axis that no mesh can have would be ignored everywhere: silently replicated.
@@ -69,6 +72,14 @@ class Rules:
         close = difflib.get_close_matches(logical, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ShardingError(f"no sharding rule for the logical axis {logical!r}.{hint} There are: {', '.join(known)}.")
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Rules:
+        """Rules for a mesh: with ``folding`` resolved, whose mesh axes depend on the mesh's sizes.
+
+        Raises:
+            ShardingError: the mesh does not factor so; names what does.
+        """
+        return self if self.folding is None else replace(self.override(**self.folding.table(mesh)), folding=None)
 
     def override(self, **axes: tuple[str, ...]) -> Rules:
         """Rules with other mesh axes for some logical axes."""
@@ -98,6 +109,8 @@ class Rules:
         """
         if shape is not None and len(shape) != len(logical):
             raise ShardingError(f"{what} has shape {tuple(shape)} but {len(logical)} logical axes {tuple(logical)}.")
+        if self.folding is not None:
+            return self.on(mesh).spec(logical, mesh, shape, gathered=gathered, what=what)
         sizes = split_sizes(mesh)
         used: dict[str, str] = {}
         parts: list[str | tuple[str, ...] | None] = []
@@ -171,6 +184,9 @@ DEFAULT = Rules(
         ("experts", ("expert",)),
         ("expert_embed", ("fsdp", "context", "ulysses")),
         ("expert_mlp", ("tensor",)),
+        # Tokens among experts: as elsewhere, but for a folding.
+        ("expert_batch", ("replica", "data", "fsdp", "expert")),
+        ("expert_seq", ("context", "ulysses")),
     )
 )
 """Default rules. Tensor parallelism (Megatron) splits heads, feed-forward width and vocabulary over ``tensor``;

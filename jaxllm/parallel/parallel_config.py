@@ -13,6 +13,7 @@ import sharding
 from jaxllm.parallel.pipeline.schedule_generators import Name, default_chunks
 from pallas_kernels.ring_attention.layout import Layout
 from sharding import Rules
+from sharding.folding import Folding
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class ParallelConfig:
             ``sharding.collective_matmul``).
         context: context parallelism over the axis ``context``: "ring" is ring attention (arXiv:2310.01889);
             "all_gather" gathers all keys and values on each device (as in Llama 3, arXiv:2407.21783).
+        experts: factoring of the devices for experts, where it is another one than attention's (``sharding.folding``):
+            "expert=8", or with the experts' width split too, "expert=4,tensor=2"; empty: experts are split over
+            ``expert``, and their width over ``tensor``.
         layout: assignment of a row's tokens to devices over ``context`` (``pallas_kernels.ring_attention.layout``).
         schedule: pipeline schedule, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
             the run's ``accumulate``.
@@ -46,6 +50,7 @@ class ParallelConfig:
     sequence: bool = False
     overlap: Literal["compiler", "ring"] = "compiler"
     context: Literal["ring", "all_gather"] = "ring"
+    experts: str = ""
     layout: Layout = "zigzag"
     schedule: Name = "1f1b"
     chunks: int = 0
@@ -60,6 +65,15 @@ class ParallelConfig:
                 'parallel: overlap = "ring" is for a sequence that is split over tensor: give sequence = true as well, '
                 'or overlap = "compiler".'
             )
+        self.folding()
+
+    def folding(self) -> Folding | None:
+        """Factoring of the devices for experts, or None.
+
+        Raises:
+            ShardingError: ``experts`` is not written as one.
+        """
+        return Folding.parse(self.experts) if self.experts else None
 
     def rules(self, base: Rules = sharding.DEFAULT) -> Rules:
         """Sharding rules of this plan: logical axes to mesh axes."""
@@ -69,7 +83,7 @@ class ParallelConfig:
             base = replace(base, rings=("tensor",))
         if self.context == "all_gather":
             base = base.override(attn_kv_seq=())
-        return self._staged(base)
+        return replace(self._staged(base), folding=self.folding())
 
     def _staged(self, base: Rules) -> Rules:
         """Rules that store parameters split over ``stage``: layers by depth or width, embedding and head by width."""

@@ -45,7 +45,7 @@ def test_is_that_of_one_device(shards, own, room, rng, float64):
     split = jax.P("expert")
 
     def local(x, weights, params, chosen):
-        return dispatch_and_combine(x, chosen, weights, run, params, own, expert_axis="expert", room=room)
+        return dispatch_and_combine(x, chosen, weights, run, params, own, expert_axes=("expert",), room=room)
 
     def whole(x, weights, params, chosen):
         return dispatch_and_combine(x, chosen, weights, run, params, experts)

@@ -146,7 +146,7 @@ def test_capacity_where_experts_are_split(capacity, rng, float64):
 
     def local(x, chosen, weights, *own):
         out, dropped = dispatch_within_capacity(
-            x, chosen, weights, gated, own, experts // shards, capacity, expert_axis="expert"
+            x, chosen, weights, gated, own, experts // shards, capacity, expert_axes=("expert",)
         )
         return out, dropped[None]
 

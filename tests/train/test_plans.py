@@ -68,6 +68,31 @@ def test_equals_one_device(mesh, plan, accumulate, rng, float64):
 
 
 @pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    ("mesh", "plan", "changes"),
+    [
+        ("data=2,context=2,tensor=2", ParallelConfig(experts="expert=8"), {}),
+        ("data=2,context=2,tensor=2", ParallelConfig(experts="expert=4,tensor=2", sequence=True), {"shared": 4}),
+        ("fsdp=2,context=2,tensor=2", ParallelConfig(experts="expert=2"), {"bias": True}),
+        ("fsdp=4,tensor=2", ParallelConfig(experts="expert=1,tensor=8", zero=1), {"bias": True}),
+        ("expert=2,ulysses=2,tensor=2", ParallelConfig(experts="expert=4,tensor=2", zero=2), {}),
+        ("fsdp=4,expert=2", ParallelConfig(experts="expert=1,tensor=1"), {"capacity": 9.0}),
+        ("data=2,context=2,tensor=2", ParallelConfig(experts="expert=8", sequence=True), {"capacity": 9.0}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_folded_experts_equal_one_device(mesh, plan, changes, rng, float64):
+    """Attention and experts factor the same devices in two ways; routing losses and their gradients too."""
+    config = tiny.decoder(**SMALL)
+    moe = MoeConfig(experts=8, top_k=2, hidden=8, **changes)
+    config = dataclasses.replace(config, pattern=(dataclasses.replace(config.pattern[0], mlp=moe),))
+    batch = tiny.batch(int(rng.integers(2**16)), 16, 16, 16, packed=True, padding=True)
+    one = loss_and_grads(config, batch, "data=1", ParallelConfig())
+    many = loss_and_grads(config, batch, mesh, plan)
+    assert tiny.leaf_error(many, one) < 1e-10
+
+
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_experts_with_room_for_all_rows_equal_one_device(remat, rng, float64):
     """A capacity is of a shard: where it drops nothing, the shards together do what one device does."""

@@ -139,7 +139,8 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
     """
     stored = dict.fromkeys(rules.storage, ("fsdp",))
     tokens = ("context",) if split else ()
-    rules = rules.override(seq=tokens, residual_seq=tokens, attn_seq=tokens, attn_kv_seq=(), layers=(), **stored)
+    own = dict.fromkeys(("seq", "residual_seq", "attn_seq", "expert_seq"), tokens)
+    rules = replace(rules.override(**own, attn_kv_seq=(), layers=(), **stored), folding=None)
     return replace(rules, keep_heads=True)
 
 

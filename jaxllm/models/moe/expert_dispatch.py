@@ -31,7 +31,7 @@ def dispatch_and_combine(
     params: PyTree,
     count: int,
     *,
-    expert_axis: str | None = None,
+    expert_axes: tuple[str, ...] | None = None,
     room: int | None = None,
     partial: bool = False,
 ) -> Float[Array, "T D"]:
@@ -43,11 +43,11 @@ def dispatch_and_combine(
         run: applies the experts of this shard to rows and scales them.
         params: weights of the experts of this shard, for ``run``.
         count: number of experts of this shard, X.
-        expert_axis: mesh axis the experts are split over, inside ``jax.shard_map``; None if all experts are here.
+        expert_axes: mesh axes the experts are split over, inside ``jax.shard_map``; None if all experts are here.
         room: rows of a receive buffer, see ``expert_exchange.receive_rows``; None for its default.
         partial: an index of ``count`` is none of the experts, and contributes nothing; with all experts here.
     """
-    shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
+    shards = 1 if expert_axes is None else jax.lax.axis_size(expert_axes)
     with jax.named_scope("dispatch"):
         flat = experts.T.reshape(-1)  # [A T]: with the choices outermost, sums over them are of whole tiles
         by_expert = jnp.argsort(flat, stable=True)
@@ -55,13 +55,13 @@ def dispatch_and_combine(
         rows: Any = _rows_of_choices(x, by_expert, back, x.shape[0])
         scales = permute(weights.T.reshape(-1), by_expert, back)
         sizes = jnp.bincount(flat, length=shards * count).astype(jnp.int32)
-    if expert_axis is None:
+    if expert_axes is None:
         with jax.named_scope("experts"):
             out = run(params, rows, scales, sizes)
             if partial:  # rows after those of the last expert are undefined
                 out = jnp.where(jnp.arange(out.shape[0])[:, None] < jnp.sum(sizes), out, 0)
     else:
-        out = exchanged(run, params, rows, scales, sizes.reshape(shards, -1), expert_axis, room)
+        out = exchanged(run, params, rows, scales, sizes.reshape(shards, -1), expert_axes, room)
     with jax.named_scope("combine"):
         return _sum_of_choices(out, by_expert, back, x.shape[0])
 
@@ -75,7 +75,7 @@ def dispatch_within_capacity(
     count: int,
     capacity: float,
     *,
-    expert_axis: str | None = None,
+    expert_axes: tuple[str, ...] | None = None,
 ) -> tuple[Float[Array, "T D"], Int[Array, ""]]:
     """``dispatch_and_combine`` with a capacity of ``capacity * M / E`` rows per expert and shard, rounded up.
 
@@ -85,7 +85,7 @@ def dispatch_within_capacity(
     Returns:
         The weighted sums, and the number of dropped rows.
     """
-    shards = 1 if expert_axis is None else jax.lax.axis_size(expert_axis)
+    shards = 1 if expert_axes is None else jax.lax.axis_size(expert_axes)
     (t, a), all_experts = experts.shape, shards * count
     room = room_of_expert(capacity, t, a, all_experts)
     with jax.named_scope("dispatch"):
@@ -97,15 +97,15 @@ def dispatch_within_capacity(
         place = jnp.where(kept, flat * room + rank, all_experts * room)
         buffer = vary_over(jnp.zeros((all_experts * room, x.shape[1]), x.dtype), varying_axes(x))
         buffer = buffer.at[place].set(jnp.tile(x, (a, 1)), mode="drop", unique_indices=True)
-        if expert_axis is not None:
-            buffer = jax.lax.all_to_all(buffer.reshape(shards, -1, x.shape[1]), expert_axis, 0, 0)
+        if expert_axes is not None:
+            buffer = jax.lax.all_to_all(buffer.reshape(shards, -1, x.shape[1]), expert_axes, 0, 0)
             buffer = buffer.reshape(shards, count, room, -1).swapaxes(0, 1).reshape(all_experts * room, -1)
     with jax.named_scope("experts"):
         out = run(params, buffer, None, vary_over(jnp.full(count, shards * room, jnp.int32), varying_axes(x)))
     with jax.named_scope("combine"):
-        if expert_axis is not None:
+        if expert_axes is not None:
             out = out.reshape(count, shards, room, -1).swapaxes(0, 1).reshape(shards, count * room, -1)
-            out = jax.lax.all_to_all(out, expert_axis, 0, 0).reshape(all_experts * room, -1)
+            out = jax.lax.all_to_all(out, expert_axes, 0, 0).reshape(all_experts * room, -1)
         out = jnp.where(kept[:, None], out[jnp.minimum(place, all_experts * room - 1)], 0).reshape(a, t, -1)
         return jnp.einsum("atd,ta->td", out, weights.astype(x.dtype)), jnp.sum(~kept)
 

@@ -46,7 +46,7 @@ def exchanged(
     rows: Float[Array, "M D"],
     scales: Float[Array, " M"],
     sizes: Int[Array, "P X"],
-    axis: str,
+    axes: tuple[str, ...],
     room: int | None = None,
 ) -> Float[Array, "M D"]:
     """Outputs of ``run`` on the shards of the rows' experts, for rows that are sorted by expert.
@@ -55,7 +55,7 @@ def exchanged(
         params: weights of the experts of this shard, for ``run``.
         scales: factor of each row's output.
         sizes: rows of this shard for each expert, grouped by the shard of the expert.
-        axis: mesh axis the experts are split over, inside ``jax.shard_map``.
+        axes: mesh axes the experts are split over, inside ``jax.shard_map``.
         room: rows of a receive buffer, R; None for ``receive_rows``.
     """
     room = receive_rows(rows.shape[0], sizes.shape[0]) if room is None else room
@@ -69,15 +69,15 @@ def exchanged(
         ways = {True: iter(trained), False: iter(fixed)}
         return run(jax.tree.unflatten(tree, [next(ways[is_trained]) for is_trained in exact]), rows, scales, sizes)
 
-    return _exchanged(run_leaves, axis, room, trained, rows, scales, (fixed, sizes))
+    return _exchanged(run_leaves, axes, room, trained, rows, scales, (fixed, sizes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _exchanged(
-    run: Callable[..., Array], axis: str, room: int, trained: list[Array], rows: Array, scales: Array, given: Any
+    run: Callable[..., Array], axes: tuple[str, ...], room: int, trained: list[Array], rows: Array, scales: Array, given: Any
 ) -> Array:
     fixed, sizes = given
-    rounds = _Rounds.of(sizes, room, axis)
+    rounds = _Rounds.of(sizes, room, axes)
 
     def step(turn: Array, out: Array) -> Array:
         there, factors = rounds.send(turn, rows), rounds.send(turn, scales)
@@ -86,13 +86,13 @@ def _exchanged(
     return rounds.fold(step, _undefined(rows, len(rows)))
 
 
-def _forward(run: Any, axis: str, room: int, trained: Any, rows: Array, scales: Array, given: Any) -> tuple[Array, Any]:
-    return _exchanged(run, axis, room, trained, rows, scales, given), (trained, rows, scales, given)
+def _forward(run: Any, axes: tuple[str, ...], room: int, trained: Any, rows: Array, scales: Array, given: Any) -> tuple[Array, Any]:
+    return _exchanged(run, axes, room, trained, rows, scales, given), (trained, rows, scales, given)
 
 
-def _backward(run: Any, axis: str, room: int, kept: Any, d_out: Array) -> tuple[Any, Array, Array, None]:
+def _backward(run: Any, axes: tuple[str, ...], room: int, kept: Any, d_out: Array) -> tuple[Any, Array, Array, None]:
     trained, rows, scales, (fixed, sizes) = kept
-    rounds = _Rounds.of(sizes, room, axis)
+    rounds = _Rounds.of(sizes, room, axes)
 
     def step(turn: Array, sums: Any) -> Any:
         d_trained, d_rows, d_scales = sums
@@ -142,20 +142,20 @@ class _Rounds(NamedTuple):
         table: rows from each shard to each, [P P].
         arriving: rows from each shard for each expert of this shard, [P X].
         room: rows of a receive buffer, R.
-        axis: mesh axis.
+        axes: mesh axes.
     """
 
     table: Int[Array, "P P"]
     arriving: Int[Array, "P X"]
     room: int
-    axis: str
+    axes: tuple[str, ...]
 
     @classmethod
-    def of(cls, sizes: Int[Array, "P X"], room: int, axis: str) -> _Rounds:
+    def of(cls, sizes: Int[Array, "P X"], room: int, axes: tuple[str, ...]) -> _Rounds:
         """Rounds for ``sizes``: rows of this shard for each expert, grouped by the shard of the expert."""
         with jax.named_scope("dispatch"):
-            arriving = jax.lax.all_to_all(sizes, axis, 0, 0, tiled=True)
-            return cls(jax.lax.all_gather(sizes.sum(1), axis), arriving, room, axis)
+            arriving = jax.lax.all_to_all(sizes, axes, 0, 0, tiled=True)
+            return cls(jax.lax.all_gather(sizes.sum(1), axes), arriving, room, axes)
 
     def fold(self, step: Callable[[Array, Any], Any], carry: Any) -> Any:
         """``carry = step(round, carry)`` over all rounds; at least one, so that the loop's length does not hide it."""
@@ -172,13 +172,13 @@ class _Rounds(NamedTuple):
     def send(self, turn: Array, x: Float[Array, "M *D"]) -> Float[Array, "R *D"]:
         """Receive buffer of a round; undefined after the last row."""
         with jax.named_scope("dispatch"):
-            return _ragged_all_to_all(x, _undefined(x, self.room), *self._pieces(turn), self.axis)
+            return _ragged_all_to_all(x, _undefined(x, self.room), *self._pieces(turn), self.axes)
 
     def back(self, turn: Array, x: Float[Array, "R *D"], out: Float[Array, "M *D"]) -> Float[Array, "M *D"]:
         """``out`` with the results of a round in the places of the rows that were sent."""
         with jax.named_scope("combine"):
             begin, counts, lands = (table.T for table in self._pieces(turn))
-            return _ragged_all_to_all(x, out, lands, counts, begin, self.axis)
+            return _ragged_all_to_all(x, out, lands, counts, begin, self.axes)
 
     def _window(self, turn: Array) -> tuple[Array, Array]:
         return turn * self.room, (turn + 1) * self.room
@@ -200,7 +200,7 @@ def _ragged_all_to_all(
     begin: Int[Array, "P P"],
     counts: Int[Array, "P P"],
     lands: Int[Array, "P P"],
-    axis: str,
+    axes: tuple[str, ...],
 ) -> Float[Array, "L *D"]:
     """``jax.lax.ragged_all_to_all`` by tables from each shard to each, which all shards know.
 
@@ -212,13 +212,13 @@ def _ragged_all_to_all(
         counts: number of rows.
         lands: where they land in the receiver's result.
     """
-    here = jax.lax.axis_index(axis)
+    here = jax.lax.axis_index(axes)
     if x.ndim > 1 and target_device().platform != "cpu":
         moves = (begin[here], counts[here], lands[here], counts[:, here])
-        return jax.lax.ragged_all_to_all(x, out, *(move.astype(jnp.int32) for move in moves), axis_name=axis)
+        return jax.lax.ragged_all_to_all(x, out, *(move.astype(jnp.int32) for move in moves), axis_name=axes)
     slot = min(len(x), len(out))
     slots = x[jnp.minimum(begin[here][:, None] + jnp.arange(slot), len(x) - 1)]
-    slots = jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)
+    slots = jax.lax.all_to_all(slots, axes, 0, 0, tiled=True)
     place, start = jnp.arange(len(out)), lands[:, here]
     arrives = (start <= place[:, None]) & (place[:, None] < start + counts[:, here])
     sender = jnp.argmax(arrives, axis=1)

@@ -27,6 +27,9 @@ from jaxllm.models.packed_weight import axes_of_arrays
 from jaxllm.models.params import at_least_f32, constant, use
 
 TOKENS = ("batch", "seq", None)
+"""Tokens in the router, and in the rest of the model."""
+OF_EXPERTS = ("expert_batch", "expert_seq", None)
+"""Tokens that a device sends to experts: other ones where experts factor the devices in their own way."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Experts(nnx.Module):
         """
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
-        token_axes = sharding.axis_names(*TOKENS[:2])
+        token_axes = sharding.axis_names(*OF_EXPERTS[:2])
         arrays = {name: getattr(self, name).gathered(x.dtype) for name in ("gate", "up", "down")}
         if config.bias:
             arrays |= {f"{name}_bias": use(getattr(self, f"{name}_bias"), x.dtype) for name in ("gate", "up", "down")}
@@ -158,20 +161,21 @@ class Experts(nnx.Module):
                 own["down_bias"] = own["down_bias"] / jax.lax.axis_size(width_axes)
             rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
             run = functools.partial(_feed_forward, config)
-            axis, count = (expert_axes[0] if expert_axes else None), own["gate"].shape[0]
+            axes, count = expert_axes or None, own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
             if config.capacity is None:
-                out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axis=axis, partial=partial)
+                out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axes=axes, partial=partial)
             else:
                 out, lost = dispatch_within_capacity(
-                    rows, chosen, shares, run, own, count, config.capacity, expert_axis=axis
+                    rows, chosen, shares, run, own, count, config.capacity, expert_axes=axes
                 )
                 dropped = (jax.lax.psum(lost, token_axes) if token_axes else lost).astype(dropped.dtype)
             out = out.reshape(x.shape)
             return (jax.lax.psum(out, width_axes) if width_axes else out), dropped
 
-        run = sharding.shard_map(local, (TOKENS, TOKENS, TOKENS, *parts), (TOKENS, ()))
-        return run(x, experts, weights.astype(at_least_f32(x.dtype)), *flat)
+        tokens = [sharding.constrain(one, *OF_EXPERTS) for one in (x, experts, weights.astype(at_least_f32(x.dtype)))]
+        run = sharding.shard_map(local, (OF_EXPERTS, OF_EXPERTS, OF_EXPERTS, *parts), (OF_EXPERTS, ()))
+        return run(*tokens, *flat)
 
 
 def _feed_forward(
