@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from jax.sharding import AbstractMesh, Mesh
 
 from sharding.mesh import AXES, ShardingError
 
@@ -52,13 +51,13 @@ class Folding:
     def __str__(self) -> str:
         return f"expert={self.expert}" + (f",tensor={self.tensor}" if self.tensor > 1 else "")
 
-    def table(self, mesh: Mesh | AbstractMesh) -> dict[str, tuple[str, ...]]:
-        """Mesh axes of the experts' logical axes on a mesh.
+    def table(self, sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+        """Mesh axes of the experts' logical axes on a mesh whose axes have these sizes.
 
         Raises:
-            ShardingError: the mesh's axes do not factor so; names what does.
+            ShardingError: the axes do not factor so; names what does.
         """
-        return dict(_table(self, tuple((axis, mesh.shape[axis]) for axis in FOLDED if mesh.shape.get(axis, 1) > 1)))
+        return dict(_table(self, tuple((axis, sizes[axis]) for axis in FOLDED if sizes.get(axis, 1) > 1)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,8 +68,8 @@ def _table(folding: Folding, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[
         axes = " x ".join(f"{axis}={size}" for axis, size in sizes) or "one device"
         nearest = sorted(legal(sizes), key=lambda one: (_distance(one, folding), one.expert, one.tensor))[:4]
         raise ShardingError(
-            f'parallel: experts = "{folding}" does not fit the mesh {axes}: the shards of the width are whole axes from '
-            f"the innermost outwards, and the expert shards those before them. The nearest that fit are "
+            f'parallel: experts = "{folding}" does not fit the mesh {axes}: the shards of the width are whole axes '
+            "from the innermost outwards, and the expert shards those before them. The nearest that fit are "
             f"{', '.join(map(repr, map(str, nearest)))}. The mesh axis expert divides fsdp where a size between is "
             "missing: outside of experts both are the same."
         )

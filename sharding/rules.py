@@ -79,7 +79,7 @@ class Rules:
         Raises:
             ShardingError: the mesh does not factor so; names what does.
         """
-        return self if self.folding is None else replace(self.override(**self.folding.table(mesh)), folding=None)
+        return self if self.folding is None else replace(self.override(**self.folding.table(mesh.shape)), folding=None)
 
     def override(self, **axes: tuple[str, ...]) -> Rules:
         """Rules with other mesh axes for some logical axes."""

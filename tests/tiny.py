@@ -9,7 +9,16 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jaxllm.data import Batch
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, RopeConfig, RouterConfig
+from jaxllm.models import (
+    AttentionConfig,
+    BlockConfig,
+    DecoderConfig,
+    MLAConfig,
+    MlpConfig,
+    MoeConfig,
+    RopeConfig,
+    RouterConfig,
+)
 
 
 def decoder(
@@ -29,11 +38,17 @@ def decoder(
     softcap: float | None = None,
     norms: str = "pre",
     gated: bool = True,
-    moe: tuple[int, int, int, bool] | None = None,
+    moe: tuple[int, int, int, bool] | tuple[int, int, int, bool, int] | None = None,
+    latent: int = 0,
     **fields: Any,
 ) -> DecoderConfig:
-    """A small decoder; sizes fit an axis of eight unless said otherwise. `moe`: experts, top_k, hidden, normalize."""
-    attention = AttentionConfig(
+    """A small decoder; sizes fit an axis of eight unless said otherwise.
+
+    Args:
+        moe: experts, top_k, hidden, normalize, and the hidden width of a shared expert.
+        latent: width of the latents of multi-head latent attention; 0 for none.
+    """
+    attention: Any = AttentionConfig(
         heads,
         kv_heads,
         head_dim,
@@ -44,9 +59,12 @@ def decoder(
         softcap,
     )
     feed_forward = MlpConfig(mlp, gated=gated, bias=bias == "all")
+    if latent:
+        attention = MLAConfig(heads, latent, nope_dim=head_dim, rope_dim=head_dim, value_dim=head_dim)
     if moe is not None:
-        experts, top_k, hidden, normalize = moe
-        feed_forward = MoeConfig(experts, top_k, hidden, router=RouterConfig(normalize=normalize))
+        experts, top_k, hidden, normalize, *shared = moe
+        router = RouterConfig(normalize=normalize)
+        feed_forward = MoeConfig(experts, top_k, hidden, router=router, shared=shared[0] if shared else 0)
     block = BlockConfig(attention, feed_forward, norms)  # type: ignore[arg-type]
     return DecoderConfig(
         vocab_size=vocab_size,

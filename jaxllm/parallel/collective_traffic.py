@@ -90,6 +90,7 @@ class _Step:
             f'remat = "{config.remat}"': config.remat != "full",
             "a tied embedding": config.tied,
             "learned positions": config.learned_positions is not None,
+            "experts folded over other axes": self.model.rules.folding is not None,
         }
         names = [name for name, is_so in unknown.items() if is_so]
         for block in dict.fromkeys(config.blocks):

@@ -430,6 +430,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "rollback", "checkpoints in memory", "a rollback restores checkpoints on disk", "set checkpoint.memory to None"
     ),
+    Refusal("no experts", "folded experts", "there is nothing to fold", "leave parallel.experts empty"),
+    Refusal(
+        "pipeline",
+        "experts folded over data or fsdp",
+        "a stage sees its own rows alone",
+        "give the mesh expert in place of a part of data or fsdp: outside of experts it is the same",
+    ),
     Refusal(
         "experts",
         "low-precision matmuls",

@@ -29,6 +29,17 @@ class Feature(NamedTuple):
     says: Callable[[RunConfig], str]
 
 
+def _folding(run: RunConfig) -> str:
+    return f'parallel.experts = "{run.parallel.experts}"'
+
+
+def _folds_rows(run: RunConfig, sizes: Sizes) -> bool:
+    if (folding := run.parallel.folding()) is None:
+        return False
+    table = folding.table(sizes)
+    return not {"data", "fsdp"}.isdisjoint((*table["experts"], *table["expert_mlp"]))
+
+
 def _optimizer(run: RunConfig) -> str:
     return f'optim.kind = "{run.optim.kind}"'
 
@@ -128,6 +139,9 @@ FEATURES: dict[str, Feature] = {
     "experts": Feature(
         lambda run, _: bool(run.model.mixtures) or run.adapter.has_experts, lambda run: "a model with experts"
     ),
+    "no experts": Feature(lambda run, _: not run.model.mixtures, lambda run: "a model without experts"),
+    "folded experts": Feature(lambda run, _: bool(run.parallel.experts), _folding),
+    "experts folded over data or fsdp": Feature(_folds_rows, _folding),
     "scaled embedding gradient": Feature(
         lambda run, _: run.model.embed_grad != 1.0, lambda run: f"model.embed_grad = {run.model.embed_grad}"
     ),

@@ -52,12 +52,12 @@ def test_every_folding_uses_each_device_once(rng):
     sizes = [1, 2, 3, 4]
     for counts in itertools.product(sizes, repeat=3):
         axes = rng.choice(FOLDED, 3, replace=False).tolist()
-        mesh = {axis: n for axis, n in sorted(zip(axes, counts, strict=True), key=lambda one: FOLDED.index(one[0]))}
+        mesh = dict(sorted(zip(axes, counts, strict=True), key=lambda one: FOLDED.index(one[0])))
         present = tuple((axis, n) for axis, n in mesh.items() if n > 1)
         found = legal(present)
         assert found
         for one in found:
-            table = one.table(MeshSpec(tuple(mesh.items())).abstract())
+            table = one.table(mesh)
             ways = {name: math.prod(mesh.get(a, 1) for a in axes) for name, axes in table.items()}
             assert (ways["experts"], ways["expert_mlp"]) == (one.expert, one.tensor)
             assert ways["expert_batch"] * ways["expert_seq"] * one.tensor == math.prod(counts)

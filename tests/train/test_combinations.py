@@ -14,6 +14,7 @@ from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train.combinations import REFUSALS, check_combinations, markdown, refused
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.run_features import FEATURES
+from sharding import ShardingError
 from tests.environment import ROOT
 from tests.train.feature_pairs import BASE, BY_THE_OPTIMIZER, SETTINGS, check_pair, outcome, sizes_of, with_features
 
@@ -44,6 +45,28 @@ def test_a_row_refuses_its_pair(row):
     assert row in refused(run, sizes_of(run), row.platform)
     with pytest.raises(ConfigError, match="does not go with"):
         check_combinations(run, sizes_of(run), row.platform)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "folding", "message"),
+    [
+        ("fsdp=4", 0, "expert=4", "a model without experts.*nothing to fold"),
+        ("stage=2,fsdp=2", 4, "expert=2", "sees its own rows alone.*give the mesh expert"),
+        ("stage=2,fsdp=2,tensor=2", 4, "expert=1,tensor=4", "sees its own rows alone"),
+        ("stage=2,expert=2,tensor=2", 4, "expert=4", None),
+        ("fsdp=4,tensor=2", 4, "expert=4", "nearest that fit"),
+    ],
+)
+def test_foldings_of_experts(mesh, experts, folding, message):
+    parallel = dataclasses.replace(BASE.parallel, experts=folding)
+    run = dataclasses.replace(BASE, mesh=mesh, accumulate=4, parallel=parallel)
+    if experts:
+        run = SETTINGS["experts"](run)
+    if message is None:
+        assert not refused(run, sizes_of(run), "tpu")
+    else:
+        with pytest.raises((ConfigError, ShardingError), match=message):
+            check_combinations(run, sizes_of(run), "tpu")
 
 
 @pytest.mark.parametrize("rings", ["context", "overlap"])

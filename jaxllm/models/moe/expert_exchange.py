@@ -74,7 +74,13 @@ def exchanged(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _exchanged(
-    run: Callable[..., Array], axes: tuple[str, ...], room: int, trained: list[Array], rows: Array, scales: Array, given: Any
+    run: Callable[..., Array],
+    axes: tuple[str, ...],
+    room: int,
+    trained: list[Array],
+    rows: Array,
+    scales: Array,
+    given: Any,
 ) -> Array:
     fixed, sizes = given
     rounds = _Rounds.of(sizes, room, axes)
@@ -86,7 +92,9 @@ def _exchanged(
     return rounds.fold(step, _undefined(rows, len(rows)))
 
 
-def _forward(run: Any, axes: tuple[str, ...], room: int, trained: Any, rows: Array, scales: Array, given: Any) -> tuple[Array, Any]:
+def _forward(
+    run: Any, axes: tuple[str, ...], room: int, trained: Any, rows: Array, scales: Array, given: Any
+) -> tuple[Array, Any]:
     return _exchanged(run, axes, room, trained, rows, scales, given), (trained, rows, scales, given)
 
 

@@ -82,6 +82,8 @@ class DeviceWork:
             parallelism).
         row: sequence length.
         tensor: tensor parallelism: number of shards of heads and widths.
+        expert_tokens: tokens of a micro-batch that the device sends to experts: as ``tokens``, but for a folding.
+        expert_tensor: number of shards of the experts' width.
         stages: pipeline stages; 1 without a pipeline.
         micro_batches: micro-batches of a step.
     """
@@ -93,6 +95,8 @@ class DeviceWork:
     residual_tokens: int
     row: int
     tensor: int
+    expert_tokens: int
+    expert_tensor: int
     stages: int
     micro_batches: int
 
@@ -102,7 +106,7 @@ class DeviceWork:
         check_remat(run.model)
         sizes = dict(mesh.axes)
         stages = sizes.get("stage", 1)
-        rules = rules_of(run.parallel)
+        rules = rules_of(run.parallel).on(mesh.abstract())
         weights = _weights(architecture(run.model), rules, mesh, run.adapter)
         shape = (run.data.batch_size // run.accumulate, run.data.seq_len)
         count = lambda *axes: _local(rules, mesh, axes, shape)  # noqa: E731
@@ -114,6 +118,8 @@ class DeviceWork:
             count("batch", "residual_seq"),
             run.data.seq_len,
             sizes.get("tensor", 1),
+            count("expert_batch", "expert_seq"),
+            _ways(mesh.abstract(), rules.mesh_axes("expert_mlp")),
             stages,
             run.accumulate,
         )
@@ -138,7 +144,13 @@ class DeviceWork:
 
     def exchanges_rows(self, moe: MoeConfig) -> bool:
         """Whether devices exchange rows of a mixture, see ``is_exchanged``."""
-        return is_exchanged(moe, _ways(self.mesh.abstract(), rules_of(self.run.parallel).mesh_axes("experts")))
+        return is_exchanged(moe, self.expert_shards)
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of shards that the experts are split into."""
+        mesh = self.mesh.abstract()
+        return _ways(mesh, rules_of(self.run.parallel).on(mesh).mesh_axes("experts"))
 
     def stream_bytes(self) -> int:
         """Bytes of the residual stream of a micro-batch."""
@@ -154,7 +166,9 @@ class DeviceWork:
             "v": kv_heads * attention.value_dim,
             "out": heads * attention.value_dim,
         } | block.mlp.inner_widths(self.run.model.embed_dim)
-        return {name: width if name == "sent" else width / self.tensor for name, width in widths.items()}
+        rows = self.expert_tokens / self.tokens
+        split = {"sent": 1 / rows, "expert": self.expert_tensor / rows}
+        return {name: width / split.get(name, self.tensor) for name, width in widths.items()}
 
     def has_flash_kernel(self, block: BlockConfig, platform: str) -> bool:
         """Whether a kernel computes a block's attention, and its scores stay on chip; if not, plain JAX does.
@@ -289,7 +303,9 @@ def _weight(
         _, segment, place, *_ = name.split("/")
         moe = config.segments[int(segment)][0][int(place)].mlp.mixture
         shards = _ways(mesh, rules.mesh_axes("experts"))
-        share, exchanged = moe.top_k * shards / moe.experts, is_exchanged(moe, shards)
+        rows = _ways(mesh, rules.mesh_axes("batch") + rules.mesh_axes("seq"))
+        rows /= _ways(mesh, rules.mesh_axes("expert_batch") + rules.mesh_axes("expert_seq"))
+        share, exchanged = moe.top_k * shards / moe.experts * rows, is_exchanged(moe, shards)
     per_layer = whole // first if of_layers and in_place else whole // max(1, layers)
     return DeviceWeight(
         name,

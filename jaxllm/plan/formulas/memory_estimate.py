@@ -310,12 +310,11 @@ def _experts(work: DeviceWork, block: BlockConfig, copies: BufferCopies) -> floa
     moe = block.mlp.mixture
     if moe is None:
         return 0.0
-    shards = dict(work.mesh.axes).get("expert", 1)
     is_exchanged = work.exchanges_rows(moe)
     inner = copies.expert_inner + copies.exchange_inner * is_exchanged
     rows = copies.expert_rows + copies.exchange_rows * is_exchanged
-    widths = inner * moe.hidden / work.tensor + rows * work.run.model.embed_dim
-    return expert_rows(moe, work.tokens, shards) * widths * work.width
+    widths = inner * moe.hidden / work.expert_tensor + rows * work.run.model.embed_dim
+    return expert_rows(moe, work.expert_tokens, work.expert_shards) * widths * work.width
 
 
 def expert_rows(moe: MoeConfig, tokens: int, shards: int) -> int:
