@@ -96,7 +96,7 @@ class DecodeScheduler(Scheduler):
             + max(0, columns - len(own))
             for pages, own, here in zip(self._allocators, there, found, strict=True)
         ]  # fmt: skip
-        return self._suffices(needs, self._spare if others else 0)
+        return self.needs.suffices(needs, self._spare if others else 0)
 
     def plan(self) -> StepPlan | None:
         """See ``Scheduler``; first takes the sequences whose pages have arrived."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
-
 from jaxllm.infer.scheduling.scheduler import Scheduler
 from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.scheduling.step_plan import StepPlan
@@ -60,8 +58,7 @@ class PrefillScheduler(Scheduler):
     def _fits_whole(self, sequence: Sequence) -> bool:
         """Whether all prompts that are not computed, and this one, can complete: nothing is generated here."""
         prompts = [one for one in self.running if one not in self.computed]
-        needs = np.sum([self._pages_needed(one, one.length - one.computed) for one in (*prompts, sequence)], axis=0)
-        return self._suffices(needs.tolist())
+        return self.needs.suffices(self.needs.of_all((one, one.length - one.computed) for one in (*prompts, sequence)))
 
     def _fits_predicted(self, sequence: Sequence) -> bool:
         return self._fits_whole(sequence)

@@ -17,10 +17,8 @@ leave, and how many have left is known when the step has landed: ``settle_evicti
 from __future__ import annotations
 
 import bisect
-import math
 import sys
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.page_store import PageStore
 from jaxllm.infer.scheduling.adapter_slots import AdapterSlots
 from jaxllm.infer.scheduling.page_allocator import NO_PAGE, PageAllocator
-from jaxllm.infer.scheduling.policies import revise_prediction
+from jaxllm.infer.scheduling.page_needs import PageNeeds
 from jaxllm.infer.scheduling.policy_state import PolicyState
 from jaxllm.infer.scheduling.prefix_cache import PrefixCache
 from jaxllm.infer.scheduling.proposer import AnyProposer, proposals
@@ -62,6 +60,7 @@ class Scheduler:
 
     Attributes:
         pages: page allocator of each pool.
+        needs: what sequences need of them.
         running: sequences in the batch.
         waiting: sequences that wait for a slot, preempted ones included.
         forks: further completions of a request; they wait until the request's first has its prompt in pages. Also
@@ -95,12 +94,12 @@ class Scheduler:
         self._drafts_chosen = False  # for the next plan
         self.policy_state, self.proposer, self.adapters = policy_state or PolicyState(), proposer, adapters
         self.rules = rules or [None] * len(windows)
-        self._intervals = [None if (rule := by_scores(one)) is None else rule.interval for one in self.rules]
-        self._interval = next((one for one in self._intervals if one is not None), None)
+        self._interval = next((rule.interval for one in self.rules if (rule := by_scores(one)) is not None), None)
         self._pools = tuple(range(len(counts))) if pools is None else pools
         self.config, self.windows, self.page_size = config, windows, page_size
         self.pages = [PageAllocator(count) for count in counts]
         self._allocators = [self.pages[pool] for pool in self._pools]
+        self.needs = PageNeeds(self.pages, self._pools, windows, self.rules, page_size)
         self.tables = [np.zeros((config.max_sequences, columns), np.int32) for _ in self._pools]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -162,7 +161,9 @@ class Scheduler:
         for sequence in self.running:
             self._prefix_cache.register(sequence)
             self._free_behind_window(sequence)
-        self._admissible = self.policy_state.rank(self.running, self.waiting, self.page_size, self._room)
+        self._admissible = self.policy_state.rank(
+            self.running, self.waiting, self.page_size, lambda: self.needs.room(self.running, self._spare)
+        )
         if self.policy_state.policy:
             self.waiting = deque(sorted(self.waiting, key=lambda s: s.rank))
         for sequence in self.waiting if self.policy_state.holds_prefixes else ():
@@ -421,7 +422,7 @@ class Scheduler:
             return 1
         steps = min(self.config.decode_steps, *(min(s.remaining, self._until_eviction(s)) for s in decodes))
         while steps > 1:
-            if self._suffices(np.sum([self._pages_needed(s, steps) for s in decodes], axis=0).tolist()):
+            if self.needs.suffices(self.needs.of_all([(s, steps) for s in decodes])):
                 return steps
             steps //= 2
         return 1
@@ -431,11 +432,11 @@ class Scheduler:
         left = min(sequence.length - sequence.computed, self._until_eviction(sequence), self._until_reuse(sequence))
         if (chunk := self.config.prefill_chunk) is not None:
             count = min(left, chunk - sequence.computed % chunk)
-            return count if count <= budget and self._suffices(self._pages_needed(sequence, count), spare) else 0
+            return count if count <= budget and self.needs.suffices(self.needs.of(sequence, count), spare) else 0
         # The largest count that fits.
         counts = range(1, max(0, min(left, budget)) + 1)
         return bisect.bisect_left(
-            counts, True, key=lambda count: not self._suffices(self._pages_needed(sequence, count), spare)
+            counts, True, key=lambda count: not self.needs.suffices(self.needs.of(sequence, count), spare)
         )
 
     def _until_eviction(self, sequence: Sequence) -> int:
@@ -465,7 +466,7 @@ class Scheduler:
             return False
         start, count = sequence.computed, reuse.stop - sequence.computed
         held = self._prefix_cache.chunk_pages(sequence, reuse)
-        shared = any(self._copies(*one, start) for one in zip(self._allocators, sequence.pages, strict=True))
+        shared = any(self.needs.copies(*one, start) for one in zip(self._allocators, sequence.pages, strict=True))
         if held is None or shared:
             return False
         for group, own in enumerate(held):
@@ -483,92 +484,33 @@ class Scheduler:
             sequence.request.cached_tokens += count
         return True
 
-    def _suffices(self, needs: Iterable[int], spare: int = 0, share: float = 1.0) -> bool:
-        """Whether so many pages of each layer group can be allocated, and ``spare`` of each pool stay free, and all of
-        it but a share."""
-        total = [0] * len(self.pages)
-        for pool, need in zip(self._pools, needs, strict=True):
-            total[pool] += need
-        return all(
-            need <= pages.available - spare - math.ceil((1 - share) * pages.count)
-            for need, pages in zip(total, self.pages, strict=True)
-        )
-
-    def _entries(self, group: int, sequence: Sequence) -> int:
-        """Slots of a layer group that the computed tokens of a sequence take: those that its rule keeps, or all."""
-        rule, interval = self.rules[group], self._intervals[group]
-        if rule is None:
-            return sequence.computed
-        if interval is None:
-            return rule.capacity(sequence.computed)
-        evicts = sequence.computed % interval == 0
-        return min(sequence.entries[group], rule.capacity(sequence.computed)) if evicts else sequence.entries[group]
-
-    def _pages_needed(self, sequence: Sequence, count: int) -> list[int]:
-        """Pages of each group to allocate for ``count`` more tokens."""
-        return [
-            max(0, -(-(self._entries(group, sequence) + count) // self.page_size) - len(own))
-            + self._copies(pages, own, sequence.computed)
-            for group, (pages, own) in enumerate(zip(self._allocators, sequence.pages, strict=True))
-        ]
-
     def _fits_whole(self, sequence: Sequence) -> bool:
         """Whether all running sequences and this one can complete without a preemption."""
-        needs = np.sum(
-            [self._pages_needed(s, s.length - s.computed + s.remaining) for s in (*self.running, sequence)], axis=0
-        )
-        return self._suffices(needs.tolist())
+        whole = [(s, s.length - s.computed + s.remaining) for s in (*self.running, sequence)]
+        return self.needs.suffices(self.needs.of_all(whole))
 
     def _fits_predicted(self, sequence: Sequence) -> bool:
         """Whether there are pages for all that the running sequences and this one are predicted to generate."""
         if not sequence.generated:  # others may have ended since it came
             sequence.predicted = self.policy_state.predict(sequence.request)
-        return self._suffices(self._predicted_needs([*self.running, sequence]), share=self.policy_state.kv_share)
-
-    def _predicted_needs(self, sequences: list[Sequence]) -> list[int]:
-        """Pages of each group for all that sequences are predicted to generate."""
-        needs = [
-            self._pages_needed(s, s.length - s.computed + min(s.remaining, math.ceil(self._predicted(s))))
-            for s in sequences
-        ]
-        return np.sum(needs, axis=0, dtype=int).tolist() if needs else [0] * len(self._pools)
-
-    def _room(self) -> int:
-        """Pages for each group that keeps all tokens which the running sequences are not predicted to need."""
-        needs = self._predicted_needs(self.running)
-        whole = zip(self._pools, self.windows, self.rules, strict=True)
-        pools = [pool for pool, window, rule in whole if window is None and rule is None]
-        left = [pages.available - (self._spare if self.running else 0) for pages in self.pages]
-        for pool, need in zip(self._pools, needs, strict=True):
-            left[pool] -= need
-        return min((left[pool] // pools.count(pool) for pool in set(pools)), default=sys.maxsize)
-
-    @staticmethod
-    def _predicted(sequence: Sequence) -> float:
-        """Tokens that a sequence is predicted to generate yet; doubled where it has generated more than predicted."""
-        return revise_prediction(sequence.predicted, sequence.generated) - sequence.generated
-
-    def _copies(self, pages: PageAllocator, own: list[int], position: int) -> int:
-        """1 if the page of this position is shared, so that it has to be copied before a write; else 0."""
-        column = position // self.page_size
-        return int(column < len(own) and not pages.writable(own[column]))
+        return self.needs.suffices(self.needs.predicted([*self.running, sequence]), share=self.policy_state.kv_share)
 
     # Pages and preemption
 
     def _reserve(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Allocates pages for ``count`` more tokens, copying a shared one; if there are too few, changes nothing."""
-        if not self._suffices(self._pages_needed(sequence, count)):
+        if not self.needs.suffices(self.needs.of(sequence, count)):
             return False
         column = sequence.computed // self.page_size
         for group, (pages, own) in enumerate(zip(self._allocators, sequence.pages, strict=True)):
             first = len(own)
-            if self._copies(pages, own, sequence.computed):
+            if self.needs.copies(pages, own, sequence.computed):
                 page = pages.allocate()
                 plan.copies[group].append((own[column], page))
                 # Released after planning: nothing else in this step may write to the page before it is copied.
                 self._release.append((group, own[column]))
                 own[column], first = page, column
-            while len(own) * self.page_size < self._entries(group, sequence) + count:
+            while len(own) * self.page_size < self.needs.entries(group, sequence) + count:
                 own.append(pages.allocate())
             if sequence.slot >= 0:
                 self.tables[group][sequence.slot, first : len(own)] = own[first:]
@@ -668,8 +610,8 @@ class Scheduler:
         for group in has_rule:
             sequence.cleared[group] = len(sequence.pages[group])
         for group in has_rule:
-            if self._intervals[group] is not None:
-                sequence.entries[group] = self._entries(group, sequence) + count + plan.steps - 1
+            if by_scores(self.rules[group]) is not None:
+                sequence.entries[group] = self.needs.entries(group, sequence) + count + plan.steps - 1
         plan.chunks.append(ScheduledChunk(sequence, start, count, samples, proposed, draft, fresh, sequence.life, run))
         sequence.computed += count + plan.steps - 1
         sequence.pending += gained
@@ -769,13 +711,13 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Admits a swapped-out sequence: allocates pages for its KV cache on the host; 0 if nothing fits."""
         assert sequence.swapped is not None
-        columns = [-(-(self._entries(g, sequence) + 1) // self.page_size) for g in range(len(self._pools))]
+        columns = [-(-(self.needs.entries(g, sequence) + 1) // self.page_size) for g in range(len(self._pools))]
         needs = [
             len(held) + max(0, own - (held[-1] + 1 if held else 0))
             for own, (held, _) in zip(columns, sequence.swapped, strict=True)
         ]
         spare = self._spare if self.running else 0
-        if not self._suffices(needs, spare):
+        if not self.needs.suffices(needs, spare):
             return 0
         places = []
         for pages, own, (held, _) in zip(self._allocators, sequence.pages, sequence.swapped, strict=True):
