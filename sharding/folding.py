@@ -79,6 +79,7 @@ def _table(folding: Folding, sizes: tuple[tuple[str, int], ...]) -> tuple[tuple[
         ("experts", shards),
         ("expert_mlp", width),
         ("expert_embed", stored),
+        ("router_seq", tuple(axis for axis in _SEQ if axis != "tensor" or axis not in width)),
         ("expert_batch", tuple(axis for axis in tokens if axis in _BATCH)),
         ("expert_seq", tuple(axis for axis in tokens if axis in _SEQ)),
     )

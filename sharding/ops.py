@@ -209,6 +209,7 @@ def project(
         matmul = multiply or (lambda x, w, *_: multiply_rows(lambda x: x @ w, x))
         return matmul(rows, w.reshape(rows.shape[1], -1), 1, None).reshape(*tokens, *columns)
     matmul = multiply or _dot
+    w = _reduced_over_tokens(x, w, contract)
     there = current_rules().spec(out, mesh, what=what)
     if not (summed := summed_axes(w, contract)) & _mesh_axes(there):
         return matmul(x, w, contract, there)
@@ -223,6 +224,18 @@ def project(
     # is then an all-gather of the cotangent and one matmul with the whole of x.
     parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
     return checkpoint_name(jax.sharding.reshard(matmul(x, w, contract, parts), there), SCATTERED_SUM)
+
+
+def _reduced_over_tokens(x: Array, w: Array, contract: int) -> Array:
+    """Weight whose gradient stays partial sums over all axes that split the tokens of ``x``, if it does over some.
+
+    The tokens of a router may be split over more axes than those of the rest of the model.
+    """
+    kept = jax.typeof(w).sharding.spec.reduced
+    tokens = _mesh_axes(jax.typeof(x).sharding.spec.partitions[: x.ndim - contract])
+    if not kept or tokens <= kept:
+        return w
+    return jax.sharding.reshard(w, jax.P(*_spec_of(w).partitions, reduced=kept | tokens))
 
 
 def multiply_rows(multiply: Callable[[Array], Array], x: Array, leading: int = 1) -> Array:

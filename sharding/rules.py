@@ -184,7 +184,8 @@ DEFAULT = Rules(
         ("experts", ("expert",)),
         ("expert_embed", ("fsdp", "context", "ulysses")),
         ("expert_mlp", ("tensor",)),
-        # Tokens among experts: as elsewhere, but for a folding.
+        # Tokens in a router and among experts: as elsewhere, but for a folding.
+        ("router_seq", ("context", "ulysses")),
         ("expert_batch", ("replica", "data", "fsdp", "expert")),
         ("expert_seq", ("context", "ulysses")),
     )

@@ -139,7 +139,7 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
     """
     stored = dict.fromkeys(rules.storage, ("fsdp",))
     tokens = ("context",) if split else ()
-    own = dict.fromkeys(("seq", "residual_seq", "attn_seq", "expert_seq"), tokens)
+    own = dict.fromkeys(("seq", "residual_seq", "attn_seq", "router_seq", "expert_seq"), tokens)
     rules = replace(rules.override(**own, attn_kv_seq=(), layers=(), **stored), folding=None)
     return replace(rules, keep_heads=True)
 

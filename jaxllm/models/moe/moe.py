@@ -26,8 +26,8 @@ from jaxllm.models.moe.router import RouterConfig, Routing, route
 from jaxllm.models.packed_weight import axes_of_arrays
 from jaxllm.models.params import at_least_f32, constant, use
 
-TOKENS = ("batch", "seq", None)
-"""Tokens in the router, and in the rest of the model."""
+TOKENS = ("batch", "router_seq", None)
+"""Tokens in the router: where experts are folded, they are split over ``tensor`` too."""
 OF_EXPERTS = ("expert_batch", "expert_seq", None)
 """Tokens that a device sends to experts: other ones where experts factor the devices in their own way."""
 
@@ -240,10 +240,12 @@ class Moe(nnx.Module):
 
     def transform(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
         """Output of the layer, and the routing of its tokens."""
-        x = sharding.constrain(x, "batch", "seq", "act_embed")
-        routing = self.routing(x)
-        out, dropped = self.experts(x, routing.experts, routing.weights)
-        return self.with_shared(x, out), routing._replace(dropped=dropped)
+        own = sharding.constrain(x, *TOKENS)
+        routing = self.routing(own)
+        out, dropped = self.experts(own, routing.experts, routing.weights)
+        # Statistics of the routing are sums over the tokens of a batch, which the rest of the model splits.
+        known = Routing(*(sharding.constrain(one, "batch", "seq", None) for one in routing[:-1]), dropped)
+        return self.with_shared(x, out), known
 
     def routing(self, x: Float[Array, "B S D"]) -> Routing:
         """Routing of tokens, before any expert computes."""
