@@ -206,12 +206,13 @@ class AdaptiveDraftLength:
         best = MARGIN * batch / self.plain_seconds(batch)
         for deepest in range(1, self.most + 1):
             some, tokens = [one for one in gains if one[1] <= deepest], float(batch)
-            none, rows = 1.0, 0.0  # probability that no sequence has a draft, and expected draft tokens
+            none, mean, variance = 1.0, 0.0, 0.0  # probability that no sequence has a draft; number of draft tokens
             for count, (gain, depth, number) in enumerate(some, 1):
                 tokens -= gain
-                rows += offered[number]
+                mean += offered[number]
+                variance += (2 * depth - 1) * offered[number] * (1 - offered[number])
                 none *= 1 - offered[number] if depth == 1 else 1
-                verified = batch + math.ceil(rows / (1 - none) - 1e-9)  # if any has a draft
+                verified = batch + min(count, _usual_most(mean, variance, 1 - none))
                 seconds = (1 - none) * self.verify_seconds(batch, verified) + deepest * self._drafting.seconds
                 if none > 0:
                     seconds += none * self.undrafted_seconds(batch)
@@ -275,6 +276,20 @@ class AdaptiveDraftLength:
     def _plain_known(self, batch: int) -> bool:
         bucket = _bucket(self.decode_buckets, batch)
         return bucket in self._plain and self._plain[bucket].known
+
+
+def _usual_most(mean: float, variance: float, some: float) -> int:
+    """Draft tokens where there are any, one standard deviation above the mean.
+
+    A step with a few more rows than a program has runs in the next larger one: the mean alone would miss that.
+
+    Args:
+        mean, variance: of their number.
+        some: probability that there are any.
+    """
+    usual = mean / some
+    deviation = math.sqrt(max(0.0, (variance + mean**2) / some - usual**2))
+    return math.ceil(usual + deviation - 1e-6)
 
 
 def roofline_knee(weight_bytes: int, weights: int, flops: float, bandwidth: float) -> float:
