@@ -17,6 +17,7 @@ AXES = {
     "replica": "replicas that train by themselves: parameters of their own, brought together by outer steps",
     "data": "data parallelism: replicas of the parameters, each with its own part of the batch",
     "stage": "pipeline parallelism: stages of layers",
+    "local": "data parallelism inside a slice or node, beside data between them: gradients are summed over it first",
     "fsdp": "FSDP: parts of the batch, over which parameters and optimizer state are sharded too (ZeRO-3)",
     "context": "context parallelism: parts of the sequence (ring attention, or gathered keys); parameters as over fsdp",
     "expert": "expert parallelism: experts of a mixture-of-experts layer; outside it, as fsdp",
@@ -150,6 +151,29 @@ class MeshSpec:
                 f"slices, and their sizes must have {slices} as a factor; give data a multiple of {slices}."
             )
         return tuple(outer[name] for name, _ in self.axes)
+
+    def outermost(self, nodes: int) -> tuple[int, ...]:
+        """Factor of each axis, in order, that spans nodes, where devices are numbered node by node."""
+        factors = []
+        for _, size in self.axes:
+            factors.append(math.gcd(size, nodes))
+            nodes //= factors[-1]
+        return tuple(factors)
+
+    def with_local(self, outside: int) -> MeshSpec:
+        """Mesh specification whose axis ``data`` is split in two: ``outside`` parts, and ``local`` inside each.
+
+        Devices keep their places. The specification itself where there is nothing to split.
+
+        Args:
+            outside: parts of ``data`` in different slices or nodes; a divisor of its size.
+        """
+        sizes = dict(self.axes)
+        inside = sizes.get("data", 1) // outside
+        if "local" in sizes or outside == 1 or inside == 1:
+            return self
+        split = {"data": (("data", outside), ("local", inside))}
+        return MeshSpec(tuple(part for axis in self.axes for part in split.get(axis[0], (axis,))))
 
     def abstract(self, num_devices: int | None = None) -> AbstractMesh:
         """Abstract mesh, without devices: enough to type-check the shardings of a program.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,9 +19,9 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from sharding import collective_matmul
+from sharding import collective_matmul, partial_sums
 from sharding.mesh import ShardingError
-from sharding.rules import DEFAULT, LogicalAxes, Rules, split_sizes
+from sharding.rules import DEFAULT, LogicalAxes, Rules, mesh_axes_of, split_sizes, without_axes
 
 GATHERED_WEIGHT = "gathered_weight"
 """``checkpoint_name`` of the results of ``gather_weight``."""
@@ -99,7 +99,7 @@ def fan_out(x: Array, *logical: str | None, over: str, what: str = "activation")
     there = spec(*logical, shape=x.shape, what=what)
     if not _supports_unreduced(mesh):
         return jax.sharding.reshard(x, there)
-    return jax.sharding.reshard(x, jax.P(*there, reduced=frozenset(axis_names(over)) - _mesh_axes(there)))
+    return jax.sharding.reshard(x, jax.P(*there, reduced=frozenset(axis_names(over)) - mesh_axes_of(there)))
 
 
 def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activation") -> Array:
@@ -211,7 +211,7 @@ def project(
     matmul = multiply or _dot
     w = _reduced_over_tokens(x, w, contract)
     there = current_rules().spec(out, mesh, what=what)
-    if not (summed := summed_axes(w, contract)) & _mesh_axes(there):
+    if not (summed := summed_axes(w, contract)) & mesh_axes_of(there):
         return matmul(x, w, contract, there)
     if summed <= set(current_rules().rings):
         if multiply is not None:
@@ -222,7 +222,7 @@ def project(
         return _scattered(x, w, there, contract)
     # The axis that is summed over also splits the result: compute partial sums, then reduce-scatter them. The transpose
     # is then an all-gather of the cotangent and one matmul with the whole of x.
-    parts = jax.P(*_without(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
+    parts = jax.P(*without_axes(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
     return checkpoint_name(jax.sharding.reshard(matmul(x, w, contract, parts), there), SCATTERED_SUM)
 
 
@@ -274,7 +274,7 @@ def project_by_shard(
     first = _spec_of(weight[0])
     of_inputs, of_tokens = first.partitions[:contract], _spec_of(x).partitions[: x.ndim - contract]
     x = jax.sharding.reshard(x, jax.P(*of_tokens, *of_inputs))
-    over, tokens = tuple(sorted(_mesh_axes(of_inputs))), tuple(sorted(_mesh_axes(of_tokens)))
+    over, tokens = tuple(sorted(mesh_axes_of(of_inputs))), tuple(sorted(mesh_axes_of(of_tokens)))
     sharded = jax.P(*of_tokens, *first.partitions[contract:])
     partial = bool(over) and _supports_unreduced(mesh)
     if partial:
@@ -290,12 +290,12 @@ def project_by_shard(
 def is_scattered(w: Array, out: LogicalAxes, *, contract: int = 1) -> bool:
     """Whether the results of ``project`` with this weight are partial sums that are reduce-scattered."""
     mesh = current_mesh()
-    return mesh is not None and bool(summed_axes(w, contract) & _mesh_axes(current_rules().spec(out, mesh)))
+    return mesh is not None and bool(summed_axes(w, contract) & mesh_axes_of(current_rules().spec(out, mesh)))
 
 
 def summed_axes(w: Array, contract: int) -> frozenset[str]:
     """Mesh axes that the sums of a matmul with this weight run over."""
-    return frozenset(_mesh_axes(jax.typeof(w).sharding.spec.partitions[:contract]))
+    return frozenset(mesh_axes_of(jax.typeof(w).sharding.spec.partitions[:contract]))
 
 
 def split_tokens(x: Array, share: float) -> tuple[Array, Array]:
@@ -335,7 +335,7 @@ def _dot(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Arra
 
 def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:
     """Matmul whose partial sums are reduce-scattered over the sequence, as a collective matmul."""
-    (axis,) = _mesh_axes(_spec_of(w).partitions[:contract])
+    (axis,) = mesh_axes_of(_spec_of(w).partitions[:contract])
 
     def local(x: Array, w: Array) -> Array:
         x, w = _alike(x, w)
@@ -355,8 +355,8 @@ def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") ->
         return table[ids]
     there = current_rules().spec(out, mesh, what=what)
     # Each device looks up the rows that it has, for all tokens; only then may the axis of the rows split the tokens.
-    rows = _mesh_axes(jax.typeof(table).sharding.spec.partitions[:1])
-    found = table.at[ids].get(out_sharding=_without(there, rows))
+    rows = mesh_axes_of(jax.typeof(table).sharding.spec.partitions[:1])
+    found = table.at[ids].get(out_sharding=without_axes(there, rows))
     return jax.sharding.reshard(found, there)
 
 
@@ -374,25 +374,19 @@ def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, 
         return w
     whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
     if unreduced_grad and _supports_unreduced(mesh):
-        late = frozenset(axis_names("batch", "seq")) - _mesh_axes(whole)
+        late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(whole)
         stored = jax.typeof(w).sharding.spec
         # In two steps, so that the gradient is first reduce-scattered, and only its shards are summed over replicas.
-        w = jax.sharding.reshard(w, jax.P(*stored, reduced=late - _mesh_axes(stored)))
+        w = partial_sums.keep_gradient(w, late - mesh_axes_of(stored), two_level=current_rules().two_level)
         whole = jax.P(*whole, reduced=late)
     return checkpoint_name(jax.sharding.reshard(w, whole), GATHERED_WEIGHT)
 
 
 def reduce_partial_sums(x: Array, like: Array) -> Array:
-    """Sum of the partial sums (``jax.P(unreduced=...)``) of ``x``, sharded as ``like``.
-
-    Reduce-scatters over the axes that split the result first, so that only shards are all-reduced over the others.
-    """
+    """Sum of the partial sums (``jax.P(unreduced=)``) of ``x``, sharded as ``like``; see ``sharding.partial_sums``."""
     if current_mesh() is None:
         return x
-    there, late = jax.typeof(like).sharding.spec, jax.typeof(x).sharding.spec.unreduced
-    if rest := late - _mesh_axes(there):
-        x = jax.sharding.reshard(x, jax.P(*there, unreduced=rest))
-    return jax.sharding.reshard(x, there)
+    return partial_sums.reduce(x, jax.typeof(like).sharding.spec, two_level=current_rules().two_level)
 
 
 def shard_map(
@@ -488,21 +482,6 @@ def _argument_spec(rules: Rules, mesh: AbstractMesh, x: Array, axes: LogicalAxes
     spec = rules.spec(axes, mesh, x.shape, what="argument of a kernel")
     reduced = jax.typeof(x).sharding.spec.reduced  # a weight that was gathered ahead: its gradient stays partial sums
     return jax.P(*spec, reduced=reduced) if reduced else spec
-
-
-def _names(part: Any) -> tuple[str, ...]:
-    """Mesh axes of one dimension of a partition spec."""
-    return () if part is None else part if isinstance(part, tuple) else (part,)
-
-
-def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    """Partition spec without some mesh axes."""
-    return jax.P(*(tuple(a for a in _names(part) if a not in axes) or None for part in spec))
-
-
-def _mesh_axes(parts: Iterable[Any]) -> frozenset[str]:
-    """Mesh axes of (a part of) a partition spec."""
-    return frozenset(axis for part in parts for axis in _names(part))
 
 
 def axis_names(*logical: str) -> tuple[str, ...]:

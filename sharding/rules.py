@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -16,6 +17,21 @@ from sharding.folding import Folding
 from sharding.mesh import AXES, ShardingError, divisors
 
 LogicalAxes = tuple[str | None, ...]
+
+
+def mesh_axes_of(parts: Iterable[Any]) -> frozenset[str]:
+    """Mesh axes of (a part of) a partition spec."""
+    return frozenset(axis for part in parts for axis in _names(part))
+
+
+def without_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """Partition spec without some mesh axes."""
+    return PartitionSpec(*(tuple(a for a in _names(part) if a not in axes) or None for part in spec))
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    """Mesh axes of one dimension of a partition spec."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def split_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
@@ -37,6 +53,8 @@ class Rules:
             heads than tensor shards).
         rings: mesh axes over which all-gathers and reduce-scatters of a split sequence are overlapped with matmuls
             (``sharding.collective_matmul``); over others they are single collectives before and after the matmuls.
+        two_level: sums of gradients over ``local`` and other axes are reduce-scattered over ``local``, summed over the
+            others, and all-gathered over ``local`` (``sharding.partial_sums``); False: one all-reduce over all.
         keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: tiles of a TPU hold
             several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
             activations for the gradient then.
@@ -47,6 +65,7 @@ class Rules:
     storage: tuple[str, ...] = ("embed", "vocab_embed", "expert_embed", "latent")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
     rings: tuple[str, ...] = ()
+    two_level: bool = True
     keep_heads: bool = False
     folding: Folding | None = None
 
@@ -157,7 +176,7 @@ class Rules:
 DEFAULT = Rules(
     (
         # Activations.
-        ("batch", ("replica", "data", "fsdp", "expert")),
+        ("batch", ("replica", "data", "local", "fsdp", "expert")),
         ("seq", ("context", "ulysses")),
         ("residual_seq", ("context", "ulysses")),
         ("act_embed", ()),
@@ -193,5 +212,5 @@ DEFAULT = Rules(
 """Default rules. Tensor parallelism (Megatron) splits heads, feed-forward width and vocabulary over ``tensor``;
 context parallelism splits the sequence over ``context`` (ring attention) and ``ulysses`` (all-to-all); expert
 parallelism splits experts over ``expert``. Parameters are stored split over ``fsdp`` (FSDP) and the other axes that
-split tokens, because their gradients are summed there; only ``data`` has replicas (hybrid sharding: ``data`` between
-slices, ``fsdp`` inside). Options are in ``jaxllm.parallel.parallel_config``."""
+split tokens, because their gradients are summed there; only ``data`` and ``local`` have replicas (hybrid sharding:
+``data`` between slices, ``fsdp`` inside). Options are in ``jaxllm.parallel.parallel_config``."""

@@ -37,7 +37,7 @@ class Placement:
     def of(cls, mesh: Mesh) -> Placement:
         """Placement on a mesh of real or described devices."""
         sizes = tuple((name, size) for name, size in mesh.shape.items())
-        return cls(sizes, tuple(_island(device) for device in mesh.devices.flat))
+        return cls(sizes, tuple(island_of(device) for device in mesh.devices.flat))
 
     def joins(self, groups: Iterable[Iterable[int]]) -> tuple[tuple[str, ...], int]:
         """Axes along which the devices of a group differ, and the most islands that a group spans."""
@@ -51,7 +51,7 @@ class Placement:
         return tuple(name for name, _ in self.axes if name in varies), spans
 
 
-def _island(device: object) -> int:
+def island_of(device: object) -> int:
     """Slice of a TPU, or node of a GPU, which jax runs as one process."""
     return int(getattr(device, "slice_index", None) or 0) if _is_tpu(device) else int(device.process_index)  # type: ignore[attr-defined]
 
@@ -117,10 +117,10 @@ def group_size(attributes: str, num_devices: int) -> int:
         HloError: the attributes name no groups in a known format.
     """
     found = groups(attributes, num_devices)
-    return _largest_island(found) if _PAIRS.search(attributes) else max(map(len, found))
+    return _largestisland_of(found) if _PAIRS.search(attributes) else max(map(len, found))
 
 
-def _largest_island(pairs: list[list[int]]) -> int:
+def _largestisland_of(pairs: list[list[int]]) -> int:
     """Size of the largest set of devices joined by pairs of source and target."""
     island: dict[int, set[int]] = {}
     for source, target in pairs:

@@ -24,6 +24,7 @@ from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
+from sharding.partial_sums import LOCAL, spec_of_parts
 
 TOKENS = ("batch", "seq")
 
@@ -111,7 +112,8 @@ class _Step:
     def _weight(self, name: str, leaf: Any, logical: Any, matrix: bool) -> Iterator[ExpectedCollective]:
         rules, zero, micro = self.model.rules, self.plan.zero, self.accumulate
         layers = leaf.shape[0] if logical[0] == "layers" else 1
-        stored, used = (_axes(rules.spec(logical, self.mesh, gathered=gathered)) for gathered in (False, True))
+        spec = rules.spec(logical, self.mesh)
+        stored, used = _axes(spec), _axes(rules.spec(logical, self.mesh, gathered=True))
         over = tuple(a for a in stored if a not in used)
         tokens = self.axes(*TOKENS) if matrix or not self.plan.sequence else self.axes("batch", "residual_seq")
         rest = tuple(a for a in tokens if a not in stored)
@@ -124,13 +126,28 @@ class _Step:
             each, gathers, sums = whole // layers, (2 if layers > 1 or "segments" in name else 1), micro
             yield ExpectedCollective("all-gather", over, gathers * layers * micro, each, "weights")
             yield ExpectedCollective("reduce-scatter", over, layers * sums, each, "gradients")
-            yield ExpectedCollective("all-reduce", rest, layers * sums, part // layers, "gradients")
+            stacked = logical[0] == "layers"  # summed layer by layer
+            own = jax.P(*spec[stacked:])
+            yield from self._sums(leaf.shape[stacked:], own, rest, matrix, layers * sums, part // layers)
             return
         late = zero == 1 and matrix and micro > 1
         wide = jnp.dtype(leaf.dtype).itemsize / jnp.dtype(dtype).itemsize if late else 1
         yield ExpectedCollective("all-gather", over, 1, whole, "weights")
         yield ExpectedCollective("reduce-scatter", over, 1 if late else micro, int(whole * wide), "gradients")
-        yield ExpectedCollective("all-reduce", rest, 1 if late else micro, int(part * wide), "gradients")
+        yield from self._sums(leaf.shape, spec, rest, matrix, 1 if late else micro, int(part * wide))
+
+    def _sums(
+        self, shape: tuple[int, ...], spec: jax.P, over: tuple[str, ...], matrix: bool, count: int, size: int
+    ) -> Iterator[ExpectedCollective]:
+        """Sums of a gradient over axes that do not split it: flat, or in two levels (``sharding.partial_sums``)."""
+        others = tuple(axis for axis in over if axis != LOCAL)
+        two_level = self.model.rules.two_level and matrix and others and LOCAL in over
+        if not two_level or spec_of_parts(shape, spec, self.mesh.shape) is None:
+            yield ExpectedCollective("all-reduce", over, count, size, "gradients")
+            return
+        yield ExpectedCollective("reduce-scatter", (LOCAL,), count, size, "gradients")
+        yield ExpectedCollective("all-reduce", others, count, size // self.size((LOCAL,)), "gradients")
+        yield ExpectedCollective("all-gather", (LOCAL,), count, size, "sums of gradients")
 
     def activations(self) -> Iterator[ExpectedCollective]:
         """Collectives of activations: those of tensor, sequence, context and expert parallelism."""

@@ -26,6 +26,10 @@ class ParallelConfig:
             gradients and optimizer state are sharded; all weights are all-gathered once per step, in compute dtype. 1:
             optimizer state is sharded; gradients are summed over devices once per step, whatever ``accumulate`` is. The
             float32 parameters that the optimizer updates count as optimizer state.
+        reduce: sums of gradients over ``data`` and ``local``. "two_level": reduce-scatter over ``local``, all-reduce of
+            the parts over ``data``, all-gather over ``local`` (HFReduce, arXiv:2408.14158); on several slices or nodes
+            a mesh without ``local`` gets it: its ``data`` is split by them. "flat": one all-reduce over both. "auto":
+            two levels where the mesh has ``local``, or ``data`` spans several TPU slices with several devices in each.
         sequence: sequence parallelism (Megatron, arXiv:2205.05198): the residual stream and the norms are split by
             sequence over ``tensor`` as well; less memory for the same communication.
         overlap: with ``sequence``, "compiler" leaves the all-gathers before a layer's matmuls and the reduce-scatters
@@ -47,6 +51,7 @@ class ParallelConfig:
     """
 
     zero: Literal[1, 2, 3] = 3
+    reduce: Literal["auto", "two_level", "flat"] = "auto"
     sequence: bool = False
     overlap: Literal["compiler", "ring"] = "compiler"
     context: Literal["ring", "all_gather"] = "ring"
@@ -81,6 +86,8 @@ class ParallelConfig:
             base = base.override(residual_seq=(*base.mesh_axes("residual_seq"), "tensor"))
         if self.overlap == "ring":
             base = replace(base, rings=("tensor",))
+        if self.reduce == "flat":
+            base = replace(base, two_level=False)
         if self.context == "all_gather":
             base = base.override(attn_kv_seq=())
         return replace(self._staged(base), folding=self.folding())

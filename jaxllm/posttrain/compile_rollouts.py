@@ -22,7 +22,7 @@ from jaxllm.posttrain.policy_config import PolicyRunConfig
 from jaxllm.posttrain.policy_training import weights_to_serve
 from jaxllm.posttrain.rollouts import rollout_engine_config, rollout_mesh
 from jaxllm.train.compile_step import compiler_options
-from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run import run_mesh
 from jaxllm.train.run_model import base_model, run_model
 from jaxllm.train.step.step_builder import build_optimizer, run_state
 from sharding import MeshSpec
@@ -63,7 +63,7 @@ def compile_here(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
     """``compile_rollouts_for`` in this process, which must be set up for the topology's compiler."""
     run = from_dict(PolicyRunConfig, config)
     model, trained = base_model(run), run_model(run)
-    mesh = fitting_mesh(run, trained, topology.num_devices, topology.platform).build(topology.devices())
+    mesh = run_mesh(run, trained, topology.devices())
     own = rollout_mesh(run.rollout.mesh, mesh) or mesh
     shapes = jax.eval_shape(model.in_compute_dtype, model.abstract())
     engine = run.engine_beside

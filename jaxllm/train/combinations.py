@@ -105,6 +105,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "leave it out, or give the mesh stages, such as stage=2",
     ),
     Refusal(
+        "pipeline", "local axis", "stages sum gradients over data and fsdp alone", "give data the devices of local"
+    ),
+    Refusal("pipeline", "two-level sums", "stages sum gradients in one all-reduce", 'set parallel.reduce to "flat"'),
+    Refusal(
+        "two-level sums",
+        "outer step",
+        "replicas sum gradients in one all-reduce inside a round",
+        'set parallel.reduce to "flat"',
+    ),
+    Refusal(
+        "two-level sums",
+        "compressed gradients",
+        "what is compressed is the sum over data; gradients are summed over local before it",
+        'set parallel.reduce to "auto", and give the mesh local',
+    ),
+    Refusal(
         "replicas",
         "no outer step",
         "the parameters of replicas would never come together",
@@ -188,6 +204,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "choose another optimizer",
     ),
     Refusal("compressed gradients", "trainable subset", "all parameters have a gradient", "leave out grads.compress"),
+    Refusal(
+        "adaptive ranks",
+        "rollback",
+        "steps that are done again would be compressed by the choice of later ones",
+        "choose another spikes.action",
+    ),
+    Refusal(
+        "adaptive ranks",
+        "overlapped saves",
+        "the step is one of several programs, which are chosen by its gradients",
+        'give checkpoint.saving = "auto"',
+    ),
+    Refusal(TOGETHER, "adaptive ranks", "the step of all runs is one program", "choose another grads.compress"),
     Refusal("compressed gradients", "adapter", "all parameters have a gradient", "leave out grads.compress"),
     Refusal("outer step", "adapter", "every replica would have a copy of the frozen base", "leave out the outer step"),
     Refusal(

@@ -20,7 +20,7 @@ from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import compiled_programs, lowered_programs
 from jaxllm.train.disk.optimizer_files import OptimizerFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
-from jaxllm.train.run import build_value_and_grad, fitting_mesh
+from jaxllm.train.run import build_value_and_grad, run_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.step_builder import build_disk_step, build_optimizer, build_step, run_state
@@ -91,7 +91,7 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch],
             f'disk.directory = "{run.disk.directory}": the step is several programs, with files between them; leave it '
             "out to compile for devices that are not here, or give `jaxllm train` --within SIZE --disk DIR:SIZE."
         )
-    return _step_for(run, topology.devices(), topology.platform)
+    return _step_for(run, topology.devices())
 
 
 class StateBytes(NamedTuple):
@@ -117,7 +117,7 @@ def step_memory_here(run: RunConfig) -> tuple[int, int]:
     chosen = options(devices[0].platform, devices[0].device_kind, run.compiler_options) or None
     if run.disk.directory:
         return _streamed_bytes(_own(run), devices, chosen)
-    step, arguments, mesh = _step_for(_own(run), devices, devices[0].platform)
+    step, arguments, mesh = _step_for(_own(run), devices)
     with jax.set_mesh(mesh):
         memory: Any = step.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
     return program_bytes(memory), memory.host_temp_size_in_bytes
@@ -126,7 +126,7 @@ def step_memory_here(run: RunConfig) -> tuple[int, int]:
 def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> tuple[int, int]:
     """Bytes of a step with its optimizer state on disk; no file is made."""
     model = run_model(run)
-    mesh = fitting_mesh(run, model, len(devices), devices[0].platform).build(devices)
+    mesh = run_mesh(run, model, devices)
     abstract = run_state(run, model, build_optimizer(run, model), mesh)
     files = OptimizerFiles(run.disk, abstract.opt_state)
     abstract = replace(abstract, opt_state=files.leaves())
@@ -141,7 +141,7 @@ def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str,
 def state_bytes_here(run: RunConfig) -> StateBytes:
     """Bytes of the run's state between two steps by tier, on the devices that are here; nothing is compiled."""
     devices, model = jax.devices(), run_model(run)
-    mesh = fitting_mesh(run, model, len(devices), devices[0].platform).build(devices)
+    mesh = run_mesh(run, model, devices)
     abstract = run_state(run, model, build_optimizer(run, model), mesh)
     if run.disk.directory:
         files = OptimizerFiles(run.disk, abstract.opt_state)
@@ -151,9 +151,9 @@ def state_bytes_here(run: RunConfig) -> StateBytes:
     return StateBytes(shard_bytes(leaves) - shard_bytes(away), shard_bytes(away), 0)
 
 
-def _step_for(run: RunConfig, devices: list[jax.Device], platform: str) -> tuple[Any, tuple[Any, Batch], Mesh]:
+def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any, Batch], Mesh]:
     model = run_model(run)
-    mesh = fitting_mesh(run, model, len(devices), platform).build(devices)
+    mesh = run_mesh(run, model, devices)
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)

@@ -5,6 +5,7 @@ All checks happen before anything large is allocated.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.checkpoint import StateProvider, state_providers
+from jaxllm.compiler.replica_groups import island_of
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Batch, Dataset, load_dataset
 from jaxllm.data.skip_batches import SkippingDataset
@@ -31,6 +33,9 @@ from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_pro
 from jaxllm.train.disk.optimizer_files import OptimizerFiles
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
+from jaxllm.train.outer.adaptive_step import AdaptiveStep, Choice, Layers
+from jaxllm.train.outer.compressed_gradients import NAME as GRADIENTS
+from jaxllm.train.outer.lgreco import LayerwiseRanks
 from jaxllm.train.outer.replicas import REPLICA, replica_means
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
@@ -44,6 +49,7 @@ from jaxllm.train.step.objective_support import check_batch_fields, check_conten
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_value_and_grad
 from jaxllm.train.step.step_builder import (
     build_disk_step,
+    build_error_measure,
     build_optimizer,
     build_split_step,
     build_step,
@@ -128,7 +134,7 @@ class Run:
         check_precision(config)
         self.model = run_model(config)
         devices = jax.devices() if devices is None else devices
-        self.mesh = fitting_mesh(config, self.model, len(devices), jax.default_backend()).build(devices)
+        self.mesh = run_mesh(config, self.model, devices)
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
@@ -201,14 +207,36 @@ class Run:
             with jax.set_mesh(self.mesh):
                 ready = compiled_programs(lowered_programs(streamed, self.abstract, batch, files), options)
             return DiskStep(ready, files, score), time.monotonic() - start
-        own = build_step(self.config, self.model, grads, self.optimizer, layers=layers)
-        step = jit_step(own, self.abstract)
-        with jax.set_mesh(self.mesh):
-            compiled = step.lower(self.abstract, batch).compile(compiler_options=options)
+
+        def compile_choice(choice: Choice | None = None) -> Any:
+            own = build_step(self.config, self.model, grads, self.optimizer, layers=layers, choice=choice)
+            with jax.set_mesh(self.mesh):
+                return jit_step(own, self.abstract).lower(self.abstract, batch).compile(compiler_options=options)
+
+        adaptive = self.config.grads.is_adaptive
+        compiled = self._adaptive(compile_choice, grads, batch) if adaptive else compile_choice()
         seconds = time.monotonic() - start
         return (
             compiled if score is None else lambda state, batch: compiled(state, score(state.params, batch))
         ), seconds
+
+    def _adaptive(self, compile_choice: Callable[[Choice], Any], grads: ValueAndGrad, batch: Any) -> AdaptiveStep:
+        """Step whose compression is re-chosen; ``ranks.json`` in the run's directory lists the programs."""
+        measure, options = jax.jit(build_error_measure(self.config, self.model, grads)), self.compiler_options or None
+        with jax.set_mesh(self.mesh):
+            measured = measure.lower(self.abstract, batch).compile(compiler_options=options)  # pyright: ignore
+
+        def told(step: int, ranks: dict[str, list[int]], sent: int) -> None:
+            file = self.directory.path / "ranks.json"
+            if self.directory.writes:
+                before = [one for one in json.loads(file.read_text()) if one["step"] < step] if file.exists() else []
+                self.directory.write_json(file, [*before, {"step": step, "bytes": sent, "ranks": ranks}])
+
+        layers, exchange, given = Layers.of(self.abstract.params), self.config.grads.exchange, self.config.grads
+        assert isinstance(exchange, LayerwiseRanks)
+        return AdaptiveStep(
+            layers, compile_choice, measured, GRADIENTS, exchange.error, given.steps_between_choices, told
+        )
 
     def save(self, saver: Saver, place: Place, step: int, state: TrainState, metrics: dict[str, Any]) -> None:
         """Saves a checkpoint: the state, that of the providers in ``also``, and metadata."""
@@ -264,6 +292,44 @@ class Run:
             "tokenizer": self.data.tokenizer.fingerprint,
             "versions": versions(),
         }
+
+
+def run_mesh(config: RunConfig, model: Functional, devices: Sequence[jax.Device]) -> Mesh:
+    """Mesh of a run over devices: ``fitting_mesh``, with groups of two-level sums.
+
+    Raises:
+        ShardingError, ConfigError: see ``fitting_mesh`` and ``two_level_mesh``.
+    """
+    mesh = fitting_mesh(config, model, len(devices), devices[0].platform)
+    islands = len({island_of(device) for device in devices})
+    return two_level_mesh(config, mesh, islands, devices[0].platform).build(devices)
+
+
+def two_level_mesh(config: RunConfig, mesh: MeshSpec, islands: int, platform: str) -> MeshSpec:
+    """Mesh with the axis ``local`` for two-level sums of gradients (``parallel.reduce``), split off ``data``.
+
+    Args:
+        config: the run.
+        mesh: of the run, with all sizes.
+        islands: slices (TPU) or nodes (others) of the devices.
+        platform: of the devices.
+
+    Raises:
+        ConfigError: two-level sums are asked for, and the mesh has no two levels.
+    """
+    reduce = config.parallel.reduce
+    plain = config.outer.kind == "none" and not config.grads.compress and dict(mesh.axes).get("stage", 1) == 1
+    if reduce == "two_level" or (reduce == "auto" and platform == "tpu" and plain and config.engine_beside is None):
+        factors = mesh.between(islands) if platform == "tpu" else mesh.outermost(islands)
+        mesh = mesh.with_local(dict(zip(dict(mesh.axes), factors, strict=True)).get("data", 1))
+    sizes = dict(mesh.axes)
+    if reduce == "two_level" and min(sizes.get("data", 1), sizes.get("local", 1)) == 1:
+        raise ConfigError(
+            f'parallel.reduce = "two_level" needs groups: the devices of the mesh {mesh} along data are not in several '
+            "slices or nodes with several devices in each; give the mesh the axis local for the devices of a group, "
+            'such as "data=2,local=4", or set parallel.reduce to "flat".'
+        )
+    return mesh
 
 
 def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platform: str = "") -> MeshSpec:

@@ -129,7 +129,14 @@ FEATURES: dict[str, Feature] = {
     "no replicas": Feature(lambda run, sizes: "replica" not in sizes, lambda run: f"the mesh {run.mesh!r}"),
     "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
     "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
+    "two-level sums": Feature(
+        lambda run, _: run.parallel.reduce == "two_level", lambda run: f'parallel.reduce = "{run.parallel.reduce}"'
+    ),
+    "local axis": Feature(
+        lambda run, sizes: sizes.get("local", 1) > 1, lambda run: f"the mesh {run.mesh!r} with local"
+    ),
     "compressed gradients": Feature(lambda run, _: bool(run.grads.compress), _compress),
+    "adaptive ranks": Feature(lambda run, _: run.grads.is_adaptive, _compress),
     "no data axis": Feature(lambda run, sizes: sizes.get("data", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
     # Model
     "loss scaling": Feature(lambda run, _: run.model.dtype == "float16", lambda run: 'model.dtype = "float16"'),

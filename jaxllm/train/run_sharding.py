@@ -17,25 +17,49 @@ from jaxllm.parallel.pipeline.schedule_view import facts
 from jaxllm.parallel.sharding_table import ShardingTable, state_sharding_table
 from jaxllm.parallel.sharding_table_view import size
 from jaxllm.train.config import RunConfig
-from jaxllm.train.outer.compressed_gradients import AXIS
+from jaxllm.train.outer.compressed_gradients import AXIS, compressed_bytes
 from jaxllm.train.outer.compression import PlainMean
 from jaxllm.train.outer.outer_step import sent_bytes
-from jaxllm.train.outer.power_sgd import PowerSgd
 from jaxllm.train.outer.replicas import REPLICA
-from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run import fitting_mesh, two_level_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.step.pipelined_loss import pipeline_plan
 from jaxllm.train.step.step_builder import build_optimizer, run_state
+from sharding import MeshSpec
+from sharding.topology import Topology
 
 
-def sharding_table(config: RunConfig, num_devices: int) -> ShardingTable:
+def described_mesh(config: RunConfig, num_devices: int, topology: Topology | None = None) -> MeshSpec:
+    """Mesh of a run over devices that need not be present.
+
+    Args:
+        config: the run.
+        num_devices: number of devices.
+        topology: of the devices; None: all in one slice or node.
+
+    Raises:
+        ShardingError, ConfigError: the run does not fit its mesh; lists the nearest meshes that it does.
+    """
+    mesh = fitting_mesh(config, run_model(config), num_devices)
+    if topology is None:
+        return two_level_mesh(config, mesh, 1, "")
+    islands = {"tpu": topology.slices, "gpu": topology.shape[0]}.get(topology.platform, 1)
+    return two_level_mesh(config, mesh, islands, topology.platform)
+
+
+def sharding_table(config: RunConfig, num_devices: int, topology: Topology | None = None) -> ShardingTable:
     """Sharding of a run's train state over ``num_devices`` devices; nothing is compiled.
+
+    Args:
+        config: the run.
+        num_devices: number of devices.
+        topology: of the devices, where it is known.
 
     Raises:
         ShardingError: the run does not fit its mesh; lists the nearest meshes that it does.
     """
     model = run_model(config)
-    mesh = fitting_mesh(config, model, num_devices).abstract()
+    mesh = described_mesh(config, num_devices, topology).abstract()
     transform = build_optimizer(config, model)
     state = run_state(config, model, transform, mesh)
     found = state_sharding_table(state.params, state.opt_state, model.logical_axes(), mesh.shape)
@@ -75,14 +99,8 @@ def whole_bytes(config: RunConfig, params: Any, devices: int) -> int:
 
 def compressed_remark(config: RunConfig, params: Any, mesh: AbstractMesh) -> str:
     """Description of compressed gradients: bytes that a device sends over ``data`` in a step."""
-    exchange, devices, plain = config.grads.exchange, mesh.shape[AXIS], PlainMean()
-    sent = 0
-    for leaf in jax.tree.leaves(params):
-        local, dtype = math.prod(leaf.sharding.shard_shape(leaf.shape)), jnp.dtype(leaf.dtype)
-        if isinstance(exchange, PowerSgd):
-            sent += plain.sent(exchange.sent(leaf) // dtype.itemsize, dtype, devices)
-        else:
-            sent += exchange.sent(local, dtype, devices)
+    devices = mesh.shape[AXIS]
+    sent = compressed_bytes(config.grads.exchange, params, devices)
     whole = whole_bytes(config, params, devices)
     return (
         f'gradients over {AXIS} with grads.compress = "{config.grads.compress}": a device sends {size(sent)} a step '

@@ -31,6 +31,8 @@ SERVED = ("data", "fsdp", "expert", "tensor", "context")
 LANES = 128
 """Numbers in a row of a TPU's tile."""
 _WHY = {
+    "replica": "replicas have parameters of their own; give its devices to data",
+    "local": "it divides the sums of gradients; give its devices to data",
     "stage": "one program has all layers; pipeline stages are of Engine.of, which makes a StagedRunner",
     "ulysses": "the all-to-all between heads and tokens is not supported; use context instead",
 }

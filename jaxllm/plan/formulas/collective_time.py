@@ -70,7 +70,8 @@ class Network:
         else:
             self.closed = (False,)
         sizes = dict(mesh.axes)
-        between = dict(zip(sizes, mesh.between(outside), strict=True)) if self.torus else _outermost(mesh, outside)
+        factors = mesh.between(outside) if self.torus else mesh.outermost(outside)
+        between = dict(zip(sizes, factors, strict=True))
         inside = {name: size // between[name] for name, size in sizes.items()}
         self.parts = {name: [*_far(between[name])] for name in sizes}
         for name, parts in _lay(inside, self.sides).items():
@@ -97,6 +98,22 @@ class Network:
             return CollectiveTime(max(along) + latency, far)
         speed = sum(self._bandwidth(d, p, s) for d, (p, s) in self._dimensions(near).items())
         return CollectiveTime(twice * size * (inside - 1) / inside / speed + latency, far)
+
+    def sent(self, kind: str, axes: Sequence[str], size: int) -> tuple[float, float]:
+        """Bytes that a device sends in a collective, by class of link: inside a slice or node, and between them.
+
+        Args:
+            kind, axes, size: as for ``time``.
+        """
+        parts = [part for axis in axes for part in self.parts[axis]]
+        inside, outside = (math.prod(p.size for p in parts if (p.dimension >= 0) == near) for near in (True, False))
+        twice = 2 if kind == "all-reduce" else 1
+        far = self._far(kind, size, inside, outside) * self.hardware.network * twice
+        if inside == 1:
+            return 0.0, far
+        if kind == "collective-permute":
+            return float(size), far
+        return twice * (size / outside if "all-to-all" in kind else size) * (inside - 1) / inside, far
 
     def spread(self, axes: Sequence[str]) -> int:
         """Number of torus dimensions that the axes span."""
@@ -133,15 +150,6 @@ class Network:
 
 def _far(size: int) -> list[AxisSegment]:
     return [AxisSegment(-1, size, 1)] if size > 1 else []
-
-
-def _outermost(mesh: MeshSpec, nodes: int) -> dict[str, int]:
-    """Number of parts of each axis that lie in different nodes; devices are numbered node by node."""
-    out = {}
-    for name, size in mesh.axes:
-        out[name] = math.gcd(size, nodes)
-        nodes //= out[name]
-    return out
 
 
 def _lay(sizes: Mapping[str, int], sides: Sequence[int]) -> dict[str, list[AxisSegment]]:

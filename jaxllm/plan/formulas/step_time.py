@@ -41,7 +41,10 @@ from jaxllm.plan.formulas.optimizer_memory import average_bytes, state_bytes
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import train_flops_per_token
-from sharding import MeshSpec
+from jaxllm.train.outer.compressed_gradients import AXIS, compressed_bytes
+from jaxllm.train.outer.outer_step import sent_bytes
+from jaxllm.train.outer.replicas import REPLICA
+from sharding import MeshSpec, abstract_params
 
 ATTENTION_BACKWARD = 3.5
 """Attention matmuls of the backward pass relative to the two of the forward pass: both kernels, dq and dk/dv,
@@ -57,7 +60,9 @@ UPDATE_BYTES = 4 * UPDATE_PASSES + 2 * 8
 """Bytes that the update moves per float32 parameter with two moments."""
 STREAM_PASSES, INNER_PASSES = 10, 3
 """Memory passes of a block's forward pass, outside matmuls, over the residual stream and over inner activations."""
-WEIGHTS = ("weights", "gradients")
+WEIGHTS = ("weights", "gradients", "sums of gradients")
+BESIDE = "outer step, beside the steps"
+"""Purpose of collectives that no operation of the step waits for (CO2)."""
 RING = ("keys and values, forward", "keys and values, backward")
 
 
@@ -247,9 +252,11 @@ def _exposed(
         seconds = time.seconds * one.count / calibration.link
         # Compilers leave the sums of a layer's gradients at the end of the loop's body, where nothing is beside them.
         room = "weights" if one.why == "weights" else "ring" if one.why in RING else "none"
+        room = "steps" if one.why == BESIDE else room
         found[f"{room}/{axes}", slow] = found.get((f"{room}/{axes}", slow), 0.0) + seconds
         classes[room] = classes.get(room, 0.0) + seconds
     rooms = {"weights": calibration.weight_overlap * compute, "ring": calibration.ring_overlap * attention, "none": 0.0}
+    rooms["steps"] = compute
     for (key, slow), seconds in found.items():
         room, axes = key.split("/")
         share = max(0.0, 1 - rooms[room] / classes[room])
@@ -306,10 +313,16 @@ def collectives(run: RunConfig, mesh: MeshSpec) -> tuple[ExpectedCollective, ...
     one, rest = without_stages(run, mesh)
     parallel, micro = one.parallel, run.accumulate
     plain, model = _without_pipeline(parallel), with_remat(one.model, "full" if run.model.remat == "full" else "none")
+    apart = exchanged_axis(run)
+    if apart:
+        plain = replace(plain, reduce="flat")  # what is left of the sums
     sent = [
         _in_micro_batches(found, micro, parallel.zero)
         for found in _of_one(model, plain, rest, run.data.batch_size, run.data.seq_len)
     ]
+    if apart:
+        over = [replace(found, axes=tuple(axis for axis in found.axes if axis != apart)) for found in sent]
+        sent = [*(found for found in over if found.axes), exchange(run, mesh)]
     if dict(mesh.axes).get("stage", 1) > 1:
         times = 2 * micro * (parallel.chunks or default_chunks(parallel.schedule))
         sent.append(
@@ -318,6 +331,30 @@ def collectives(run: RunConfig, mesh: MeshSpec) -> tuple[ExpectedCollective, ...
             )
         )
     return tuple(sent)
+
+
+def exchanged_axis(run: RunConfig) -> str:
+    """Mesh axis over which messages are exchanged in place of sums of gradients; "" where there is none."""
+    return REPLICA if run.outer.kind != "none" else AXIS if run.grads.compress else ""
+
+
+def exchange(run: RunConfig, mesh: MeshSpec) -> ExpectedCollective:
+    """Messages of outer steps or of compressed gradients, as an all-reduce in which a device sends as many bytes.
+
+    Args:
+        run: with outer steps, of which a step has a part, or with compressed gradients.
+        mesh: of the run.
+    """
+    model, abstract = cached_model(architecture(run.model), rules_of(run.parallel)), mesh.abstract()
+    params = abstract_params(model.abstract(), model.logical_axes(), abstract, model.rules)
+    axis = exchanged_axis(run)
+    devices = abstract.shape[axis]
+    if run.grads.compress:
+        sent, why = compressed_bytes(run.grads.exchange, params, devices), "compressed gradients"
+    else:
+        sent = sent_bytes(run.outer, params, devices) / run.outer.every
+        why = BESIDE if run.outer.kind == "co2" else "outer step"
+    return ExpectedCollective("all-reduce", (axis,), 1, round(sent * devices / (2 * (devices - 1))), why)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -341,7 +378,7 @@ def _in_micro_batches(one: ExpectedCollective, micro: int, zero: int) -> Expecte
     """
     if one.why not in WEIGHTS:
         return replace(one, count=one.count * micro, bytes=one.bytes // micro)
-    again = zero == 3 or (zero == 2 and one.why == "gradients")
+    again = zero == 3 or (zero == 2 and one.why != "weights")
     return replace(one, count=one.count * micro) if again else one
 
 

@@ -15,8 +15,9 @@ from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
 from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.outer.adaptive_step import Choice
 from jaxllm.train.outer.co2 import co2_step
-from jaxllm.train.outer.compressed_gradients import compressed_gradients
+from jaxllm.train.outer.compressed_gradients import compressed_gradients, gradient_errors
 from jaxllm.train.outer.outer_step import averaging_step, outer_states
 from jaxllm.train.outer.replicas import copy_to_replicas, over_replicas, replica_states, with_outer_step
 from jaxllm.train.run_model import trained_params
@@ -49,6 +50,7 @@ def build_step(
     optimizer: optax.GradientTransformation,
     *,
     layers: bool = False,
+    choice: Choice | None = None,
 ) -> Step:
     """Training step of a run, not yet jitted; of all its replicas, with their outer steps, where it has any.
 
@@ -58,8 +60,13 @@ def build_step(
         grads: loss sums and gradients of a batch, on the run's mesh (``jaxllm.train.run.build_value_and_grad``).
         optimizer: of the run (``build_optimizer``).
         layers: also report norms layer by layer.
+        choice: ranks of adaptive compression; None: those before the first choice.
     """
-    rate, hooks, links = schedule(config.optim.schedule, config.steps), _hooks(config, model), step_links(config)
+    rate, hooks, links = (
+        schedule(config.optim.schedule, config.steps),
+        _hooks(config, model),
+        step_links(config, choice),
+    )
     if hooks.update is not None:
         return layerwise_step(hooks.update, rate, links)
     step = train_step(grads, optimizer, rate, links, _reports(model, layers), hooks)
@@ -68,6 +75,17 @@ def build_step(
         return step
     step = over_replicas(step)
     return co2_step(step, outer) if outer.kind == "co2" else with_outer_step(step, outer.every, averaging_step(outer))
+
+
+def build_error_measure(
+    config: RunConfig, model: Functional, grads: ValueAndGrad
+) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
+    """Function that measures what adaptive compression would lose of a batch's gradients, not yet jitted.
+
+    Args:
+        config, model, grads: as for ``build_step``; with ``config.grads.is_adaptive``.
+    """
+    return gradient_errors(config.grads, composed_gradients(grads, (), _hooks(config, model)))
 
 
 def build_split_step(
@@ -125,11 +143,16 @@ def settle_function(config: RunConfig, model: Functional) -> Callable[[TrainStat
     return config.optim.spec.hooks(config, model).settle if deferred else None  # type: ignore[misc]
 
 
-def step_links(config: RunConfig) -> tuple[StepLink, ...]:
-    """Links of a run's step, innermost first; the run's state has their states (``run_state``)."""
+def step_links(config: RunConfig, choice: Choice | None = None) -> tuple[StepLink, ...]:
+    """Links of a run's step, innermost first; the run's state has their states (``run_state``).
+
+    Args:
+        config: the run.
+        choice: see ``build_step``.
+    """
     rate = schedule(config.optim.schedule, config.steps)
     links = (
-        compressed_gradients(config.grads),
+        compressed_gradients(config.grads, choice),
         mixed_precision(config.model, rate),
         spike_detection(config.spikes, rate),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),

@@ -120,8 +120,7 @@ def _layouts(
 ) -> list[ParallelLayout]:
     """Searches and prints the best layouts; prints why and returns none where none fits."""
     from jaxllm.plan import layout_search, plan_view
-    from jaxllm.train.run import fitting_mesh
-    from jaxllm.train.run_model import run_model
+    from jaxllm.train.run_sharding import described_mesh
 
     tokens = config.data.batch_size * config.data.seq_len
     print(
@@ -129,7 +128,7 @@ def _layouts(
         f"{config.data.batch_size} rows of {config.data.seq_len:,}, {tokens:,} tokens a step"
     )
     if as_is:
-        mesh = fitting_mesh(config, run_model(config), cluster.devices)
+        mesh = described_mesh(config, cluster.devices, cluster.topology)
         layouts = [layout_search.predict_layout(config, mesh, cluster, calibration)]
         tried = 1
     else:
@@ -170,7 +169,7 @@ def _shown(
     layouts: list[ParallelLayout], cluster: Cluster, explain: int | None, tokens: float | None, save: Path | None
 ) -> None:
     """Prints the explanation and cost of a layout, and saves its recipe, as requested."""
-    from jaxllm.plan import plan_view
+    from jaxllm.plan import link_traffic, plan_view
     from jaxllm.plan.plan_export import write_recipe
     from jaxllm.plan.training_cost import cost
 
@@ -178,7 +177,8 @@ def _shown(
         raise UsageError(f"--explain {explain}: {len(layouts)} layouts fit {cluster.name}.")
     chosen = layouts[(explain or 1) - 1]
     if explain is not None:
-        print(f"\n{plan_view.explained(chosen, cluster)}")
+        print(f"\n{plan_view.explained(chosen, cluster)}\n")
+        print(link_traffic.text(link_traffic.traffic_of_choices(chosen.run, chosen.mesh, cluster), cluster))
     if tokens is not None:
         print(f"\n{plan_view.price(cost(chosen, cluster, tokens), chosen)}")
     if save is not None:
