@@ -20,6 +20,7 @@ from sharding.ops import current_mesh as current_mesh
 from sharding.ops import current_rules as current_rules
 from sharding.ops import einsum as einsum
 from sharding.ops import fan_out as fan_out
+from sharding.ops import gather_for_step as gather_for_step
 from sharding.ops import gather_weight as gather_weight
 from sharding.ops import is_scattered as is_scattered
 from sharding.ops import join_tokens as join_tokens

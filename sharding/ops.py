@@ -19,7 +19,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from sharding import collective_matmul, partial_sums
+from sharding import collective_matmul, int8_gather, partial_sums
 from sharding.mesh import ShardingError
 from sharding.rules import DEFAULT, LogicalAxes, Rules, mesh_axes_of, split_sizes, without_axes
 
@@ -370,23 +370,61 @@ def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, 
             way before is returned as it is.
     """
     mesh = current_mesh()
-    if mesh is None or jax.typeof(w).sharding.spec.reduced:
+    if mesh is None:
         return w
-    whole = current_rules().spec(logical, mesh, w.shape, gathered=True, what=what)
+    stored, rules = jax.typeof(w).sharding.spec, current_rules()
+    if stored.reduced and not rules.between_steps:
+        return w
+    whole = rules.spec(logical, mesh, w.shape, gathered=True, what=what)
+    if stored.reduced and stored.partitions == whole.partitions:
+        return w
     if unreduced_grad and _supports_unreduced(mesh):
         late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(whole)
-        stored = jax.typeof(w).sharding.spec
         # In two steps, so that the gradient is first reduce-scattered, and only its shards are summed over replicas.
-        w = partial_sums.keep_gradient(w, late - mesh_axes_of(stored), two_level=current_rules().two_level)
-        whole = jax.P(*whole, reduced=late)
+        if not stored.reduced:
+            w = partial_sums.keep_gradient(w, late - mesh_axes_of(stored), two_level=rules.two_level)
+        here, whole = jax.typeof(w).sharding.spec, jax.P(*whole, reduced=late)
+        if rules.int8_gather and here.partitions != whole.partitions:
+            return checkpoint_name(int8_gather.gather(w, whole, here), GATHERED_WEIGHT)
     return checkpoint_name(jax.sharding.reshard(w, whole), GATHERED_WEIGHT)
 
 
-def reduce_partial_sums(x: Array, like: Array) -> Array:
-    """Sum of the partial sums (``jax.P(unreduced=)``) of ``x``, sharded as ``like``; see ``sharding.partial_sums``."""
+def gather_for_step(w: Array, *logical: str | None, unreduced_grad: bool = False, what: str = "weight") -> Array:
+    """Weight all-gathered for a step over the axes that it is split over between steps alone (3-level ZeRO).
+
+    Over the slow links first, while shards are small. Each use in the step all-gathers the rest (``gather_weight``).
+
+    Args:
+        unreduced_grad: whether its gradient stays partial sums per device, see ``gather_weight``; the caller sums them
+            (``reduce_partial_sums``). Other weights are all-gathered whole.
+    """
+    mesh, rules = current_mesh(), current_rules()
+    if mesh is None or not rules.between_steps:
+        return w
+    if not unreduced_grad or not _supports_unreduced(mesh):
+        return gather_weight(w, *logical, what=what)
+    stored = jax.typeof(w).sharding.spec
+    for axis in reversed(rules.between_steps):
+        if axis in mesh_axes_of(stored):
+            stored = without_axes(stored, frozenset({axis}))
+            w = int8_gather.gathered(w, stored) if rules.int8_gather else jax.sharding.reshard(w, stored)
+    late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(rules.spec(logical, mesh, gathered=True))
+    return jax.sharding.reshard(w, jax.P(*stored, reduced=late - mesh_axes_of(stored)))
+
+
+def reduce_partial_sums(x: Array, like: Array, *, in_step: bool = False) -> Array:
+    """Sum of the partial sums (``jax.P(unreduced=)``) of ``x``, sharded as ``like``; see ``sharding.partial_sums``.
+
+    Args:
+        in_step: leave the sums over the outermost axis that parameters are split over between steps alone.
+    """
     if current_mesh() is None:
         return x
-    return partial_sums.reduce(x, jax.typeof(like).sharding.spec, two_level=current_rules().two_level)
+    rules = current_rules()
+    there = jax.typeof(like).sharding.spec
+    levels = tuple(axis for axis in rules.between_steps if axis in mesh_axes_of(there))
+    later = frozenset(levels[-1:]) if in_step else frozenset()
+    return partial_sums.reduce(x, there, two_level=rules.two_level, levels=levels, later=later)
 
 
 def shard_map(

@@ -17,13 +17,20 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from sharding.rules import mesh_axes_of, split_sizes
+from sharding.rules import mesh_axes_of, split_sizes, without_axes
 
 LOCAL = "local"
 """Mesh axis of the inner groups."""
 
 
-def reduce(x: Array, there: PartitionSpec, *, two_level: bool) -> Array:
+def reduce(
+    x: Array,
+    there: PartitionSpec,
+    *,
+    two_level: bool,
+    levels: tuple[str, ...] = (),
+    later: frozenset[str] = frozenset(),
+) -> Array:
     """Sum of the partial sums of an array.
 
     Reduce-scatters over the axes that split the result first, so that only shards are summed over the others.
@@ -32,10 +39,21 @@ def reduce(x: Array, there: PartitionSpec, *, two_level: bool) -> Array:
         x: partial sums over the axes of its ``unreduced``.
         there: partition spec of the result.
         two_level: sum over ``local`` and other axes in two levels, where a dimension divides over ``local``.
+        levels: axes that split the result and are reduce-scattered one after the other, the innermost first.
+        later: axes whose partial sums stay, and which do not split the result yet.
     """
-    rest = jax.typeof(x).sharding.spec.unreduced - mesh_axes_of(there)
-    if rest:
-        x = jax.sharding.reshard(x, jax.P(*there, unreduced=rest))
+    late = jax.typeof(x).sharding.spec.unreduced
+    later = later & late
+    there = without_axes(there, later) if later else there
+    rest = late - mesh_axes_of(there) - later
+    waiting = [axis for axis in levels if axis in late & mesh_axes_of(there)]
+    for start in range(len(waiting)):
+        outer = frozenset(waiting[start:])
+        x = jax.sharding.reshard(x, jax.P(*without_axes(there, outer), unreduced=rest | later | outer))
+    if rest or later:
+        x = jax.sharding.reshard(x, jax.P(*there, unreduced=rest | later))
+    if later:
+        return x
     if two_level and LOCAL in rest and len(rest) > 1:
         sizes = split_sizes(jax.sharding.get_abstract_mesh())
         if (parts := spec_of_parts(x.shape, there, sizes)) is not None:

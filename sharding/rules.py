@@ -55,6 +55,9 @@ class Rules:
             (``sharding.collective_matmul``); over others they are single collectives before and after the matmuls.
         two_level: sums of gradients over ``local`` and other axes are reduce-scattered over ``local``, summed over the
             others, and all-gathered over ``local`` (``sharding.partial_sums``); False: one all-reduce over all.
+        between_steps: mesh axes, the innermost first, over which parameters are split between steps alone (3-level
+            ZeRO): a step begins with their all-gather over these (``sharding.gather_for_step``).
+        int8_gather: weights of matmuls are all-gathered in 8 bits (``sharding.int8_gather``).
         keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: tiles of a TPU hold
             several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
             activations for the gradient then.
@@ -66,6 +69,8 @@ class Rules:
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
     rings: tuple[str, ...] = ()
     two_level: bool = True
+    between_steps: tuple[str, ...] = ()
+    int8_gather: bool = False
     keep_heads: bool = False
     folding: Folding | None = None
 

@@ -204,6 +204,22 @@ class Functional:
         with sharding.use_rules(self.rules):
             return jax.tree.map(one, self.declared(), params)
 
+    def gather_for_step(self, params: Params) -> Params:
+        """Parameters all-gathered for a step over the axes that they are split over between steps alone (3-level ZeRO).
+
+        Parameters of matmuls and lookups are cast to compute dtype and stay split over the other axes of their storage;
+        gains and biases keep their dtype and are all-gathered whole. See ``sharding.gather_for_step``.
+        """
+
+        def one(leaf: DeclaredParam, value: Array) -> Array:
+            matrix = allows_unreduced_grad(leaf.param)
+            axes = ("layers",) * len(leaf.stack) + leaf.param.get_metadata()["logical_axes"]
+            value = value.astype(self.config.dtype) if matrix else value
+            return sharding.gather_for_step(value, *axes, unreduced_grad=matrix)
+
+        with sharding.use_rules(self.rules):
+            return jax.tree.map(one, self.declared(), params)
+
     def in_compute_dtype(self, params: Params) -> Params:
         """Parameters for forward passes alone: matrices and embeddings in compute dtype, to which each forward pass
         casts them before it uses them, so that its results stay the same. Routers, gains and biases are used in a wider

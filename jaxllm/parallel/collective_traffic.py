@@ -24,9 +24,13 @@ from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
+from sharding.int8_gather import block_of
 from sharding.partial_sums import LOCAL, spec_of_parts
+from sharding.rules import without_axes
 
 TOKENS = ("batch", "seq")
+ONCE = ("weights of a step", "gradients of a step")
+"""Purposes of collectives of 3-level ZeRO that a step has once, whatever its micro-batches."""
 
 
 def expected_collectives(
@@ -120,21 +124,91 @@ class _Step:
         dtype = self.model.config.dtype if matrix else leaf.dtype
         if name.endswith("/router"):
             dtype = jnp.promote_types(dtype, jnp.float32)
-        whole = math.prod(leaf.shape) // self.size(used) * jnp.dtype(dtype).itemsize
+        width = jnp.dtype(dtype).itemsize
+        whole = math.prod(leaf.shape) // self.size(used) * width
         part = whole // self.size(over)
-        if zero == 3:
-            each, gathers, sums = whole // layers, (2 if layers > 1 or "segments" in name else 1), micro
-            yield ExpectedCollective("all-gather", over, gathers * layers * micro, each, "weights")
-            yield ExpectedCollective("reduce-scatter", over, layers * sums, each, "gradients")
-            stacked = logical[0] == "layers"  # summed layer by layer
-            own = jax.P(*spec[stacked:])
-            yield from self._sums(leaf.shape[stacked:], own, rest, matrix, layers * sums, part // layers)
+        uses = 2 if layers > 1 or "segments" in name else 1
+        stacked = logical[0] == "layers"  # used, and summed, layer by layer
+        own = jax.P(*spec[stacked:])
+        outer = tuple(a for a in rules.between_steps if a in over)
+        if outer:
+            yield from self._levels(leaf, spec, over, outer, matrix, stacked, uses, whole, width)
+            return
+        if zero in (3, "3level"):
+            yield from self._gather(
+                matrix, over, uses * layers * micro, leaf.shape[stacked:], own, whole // layers, width
+            )
+            yield ExpectedCollective("reduce-scatter", over, layers * micro, whole // layers, "gradients")
+            yield from self._sums(leaf.shape[stacked:], own, rest, matrix, layers * micro, part // layers)
             return
         late = zero == 1 and matrix and micro > 1
-        wide = jnp.dtype(leaf.dtype).itemsize / jnp.dtype(dtype).itemsize if late else 1
-        yield ExpectedCollective("all-gather", over, 1, whole, "weights")
+        wide = jnp.dtype(leaf.dtype).itemsize / width if late else 1
+        yield from self._gather(matrix, over, 1, leaf.shape, spec, whole, width)
         yield ExpectedCollective("reduce-scatter", over, 1 if late else micro, int(whole * wide), "gradients")
         yield from self._sums(leaf.shape, spec, rest, matrix, 1 if late else micro, int(part * wide))
+
+    def _levels(
+        self,
+        leaf: Any,
+        spec: jax.P,
+        over: tuple[str, ...],
+        outer: tuple[str, ...],
+        matrix: bool,
+        stacked: bool,
+        uses: int,
+        whole: int,
+        width: int,
+    ) -> Iterator[ExpectedCollective]:
+        """All-gathers and sums of a weight of 3-level ZeRO, which is split over the axes ``outer`` between steps."""
+        micro, layers = self.accumulate, leaf.shape[0] if stacked else 1
+        if not matrix:  # whole during a step
+            yield ExpectedCollective("all-gather", over, 1, whole, ONCE[0])
+            yield ExpectedCollective("all-reduce", self.axes(*TOKENS), layers * micro, whole // layers, "gradients")
+            return
+        inner = tuple(a for a in over if a not in outer)
+        size = whole // self.size(over)
+        for axis in reversed(outer):
+            before, spec = spec, without_axes(spec, frozenset({axis}))
+            size *= self.size((axis,))
+            yield from self._gather(matrix, (axis,), 1, leaf.shape, before, size, width, ONCE[0])
+        own, shape = jax.P(*spec[stacked:]), leaf.shape[stacked:]
+        yield from self._gather(matrix, inner, uses * layers * micro, shape, own, whole // layers, width)
+        yield ExpectedCollective("reduce-scatter", inner, layers * micro, whole // layers, "gradients")
+        wide = jnp.dtype(leaf.dtype).itemsize / width
+        for axis in outer:
+            last = axis == outer[-1]
+            summed = int(size * wide) if last and micro > 1 else size
+            yield ExpectedCollective(
+                "reduce-scatter", (axis,), 1 if last else micro, summed, ONCE[1] if last else "gradients"
+            )
+            size //= self.size((axis,))
+
+    def _gather(
+        self,
+        matrix: bool,
+        over: tuple[str, ...],
+        count: int,
+        shape: tuple[int, ...],
+        spec: jax.P,
+        size: int,
+        width: int,
+        why: str = "weights",
+    ) -> Iterator[ExpectedCollective]:
+        """All-gather of a weight, plain or in 8 bits (``sharding.int8_gather``).
+
+        Args:
+            shape: of the whole weight.
+            spec: its partition spec before.
+            size: bytes of the result.
+            width: of one value.
+        """
+        block = block_of(shape, spec, self.mesh.shape) if matrix and self.model.rules.int8_gather else 0
+        if not block:
+            yield ExpectedCollective("all-gather", over, count, size, why)
+            return
+        values = size // width
+        yield ExpectedCollective("all-gather", over, count, values, why)
+        yield ExpectedCollective("all-gather", over, count, values // block * 4, why)
 
     def _sums(
         self, shape: tuple[int, ...], spec: jax.P, over: tuple[str, ...], matrix: bool, count: int, size: int

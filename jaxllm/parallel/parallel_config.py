@@ -15,6 +15,9 @@ from pallas_kernels.ring_attention.layout import Layout
 from sharding import Rules
 from sharding.folding import Folding
 
+OUTER = ("local", "data")
+"""Mesh axes of the outer levels of 3-level ZeRO, the innermost first."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -25,7 +28,12 @@ class ParallelConfig:
             gradients and optimizer state are sharded; a layer's weights are all-gathered when it uses them. 2:
             gradients and optimizer state are sharded; all weights are all-gathered once per step, in compute dtype. 1:
             optimizer state is sharded; gradients are summed over devices once per step, whatever ``accumulate`` is. The
-            float32 parameters that the optimizer updates count as optimizer state.
+            float32 parameters that the optimizer updates count as optimizer state. "3level" (ZeRO++ with three levels,
+            arXiv:2501.04266): optimizer state is sharded over ``data`` and ``local`` too, gradients over ``local`` and
+            the inner axes, weights in compute dtype over the inner axes alone: they are all-gathered over the outer
+            ones once per step, and over the inner ones (the fastest links) when a layer uses them.
+        gather: all-gathers of weights: "plain" in compute dtype; "int8": blocks of 8-bit integers with a scale each
+            (ZeRO++, arXiv:2306.10209); gradients are taken at the rounded weights.
         reduce: sums of gradients over ``data`` and ``local``. "two_level": reduce-scatter over ``local``, all-reduce of
             the parts over ``data``, all-gather over ``local`` (HFReduce, arXiv:2408.14158); on several slices or nodes
             a mesh without ``local`` gets it: its ``data`` is split by them. "flat": one all-reduce over both. "auto":
@@ -50,7 +58,8 @@ class ParallelConfig:
             (PipeOffload, arXiv:2503.01328); 0 none, 1 all.
     """
 
-    zero: Literal[1, 2, 3] = 3
+    zero: Literal[1, 2, 3, "3level"] = 3
+    gather: Literal["plain", "int8"] = "plain"
     reduce: Literal["auto", "two_level", "flat"] = "auto"
     sequence: bool = False
     overlap: Literal["compiler", "ring"] = "compiler"
@@ -86,6 +95,11 @@ class ParallelConfig:
             base = base.override(residual_seq=(*base.mesh_axes("residual_seq"), "tensor"))
         if self.overlap == "ring":
             base = replace(base, rings=("tensor",))
+        if self.zero == "3level":
+            stored = {name: (*base.mesh_axes(name), *OUTER) for name in base.storage}
+            base = replace(base.override(**stored), between_steps=OUTER)
+        if self.gather == "int8":
+            base = replace(base, int8_gather=True)
         if self.reduce == "flat":
             base = replace(base, two_level=False)
         if self.context == "all_gather":

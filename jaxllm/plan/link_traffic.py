@@ -66,7 +66,7 @@ def choices(run: RunConfig, mesh: MeshSpec) -> dict[str, RunConfig]:
     own = _described(run, mesh)
     found = {own: run}
     sums = ("flat", "two_level") if dict(mesh.axes).get("local", 1) > 1 else ("auto",)
-    for zero in (3, 2, 1):
+    for zero in (3, 2, 1, "3level"):
         for reduce in sums:
             plan = dataclasses.replace(run.parallel, zero=zero, reduce=reduce)
             other = dataclasses.replace(run, parallel=plan)

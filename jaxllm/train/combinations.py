@@ -121,6 +121,37 @@ REFUSALS: tuple[Refusal, ...] = (
         'set parallel.reduce to "auto", and give the mesh local',
     ),
     Refusal(
+        "3-level ZeRO",
+        "one level",
+        "its outer levels are data and local",
+        "set parallel.zero to 3, or give the mesh data and local around fsdp, such as data=2,local=2,fsdp=2",
+    ),
+    *(
+        Refusal(one, "3-level ZeRO", why, "set parallel.zero to 3")
+        for one, why in (
+            ("pipeline", "stages keep their weights in two levels"),
+            ("outer step", "replicas keep their weights in two levels"),
+            ("compressed gradients", "the devices along data hold parts of one gradient, not the whole"),
+            ("layerwise optimizer", "the optimizer gathers the weights of one layer at a time"),
+            ("projected gradients", "the optimizer gathers the weights of one layer at a time"),
+            (
+                TOGETHER,
+                "JAX does not batch arrays with partial sums, which the gradients are until the end of the step",
+            ),
+        )
+    ),
+    *(
+        Refusal(one, "int8 gathers", why, 'set parallel.gather to "plain"')
+        for one, why in (
+            ("pipeline", "stages gather their weights by themselves"),
+            ("outer step", "replicas gather plain weights alone"),
+            ("compressed gradients", "their step gathers plain weights alone"),
+            ("layerwise optimizer", "the optimizer gathers the weights of a layer by itself"),
+            ("projected gradients", "the optimizer gathers the weights of a layer by itself"),
+            (TOGETHER, "the base that runs share is gathered plain"),
+        )
+    ),
+    Refusal(
         "replicas",
         "no outer step",
         "the parameters of replicas would never come together",

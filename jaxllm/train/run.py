@@ -319,7 +319,11 @@ def two_level_mesh(config: RunConfig, mesh: MeshSpec, islands: int, platform: st
     """
     reduce = config.parallel.reduce
     plain = config.outer.kind == "none" and not config.grads.compress and dict(mesh.axes).get("stage", 1) == 1
-    if reduce == "two_level" or (reduce == "auto" and platform == "tpu" and plain and config.engine_beside is None):
+    if (
+        reduce == "two_level"
+        or config.parallel.zero == "3level"
+        or (reduce == "auto" and platform == "tpu" and plain and config.engine_beside is None)
+    ):
         factors = mesh.between(islands) if platform == "tpu" else mesh.outermost(islands)
         mesh = mesh.with_local(dict(zip(dict(mesh.axes), factors, strict=True)).get("data", 1))
     sizes = dict(mesh.axes)

@@ -79,6 +79,14 @@ def _compress(run: RunConfig) -> str:
     return f'grads.compress = "{run.grads.compress}"'
 
 
+def _zero(run: RunConfig) -> str:
+    return (
+        f'parallel.zero = "{run.parallel.zero}"'
+        if run.parallel.zero == "3level"
+        else f"parallel.zero = {run.parallel.zero}"
+    )
+
+
 def _offloaded_optimizer(run: RunConfig) -> str:
     return f'disk.directory = "{run.disk.directory}"' if run.disk.directory else "host.optimizer"
 
@@ -104,7 +112,14 @@ FEATURES: dict[str, Feature] = {
     "pipeline offload": Feature(
         lambda run, _: run.parallel.offload > 0, lambda run: f"parallel.offload = {run.parallel.offload}"
     ),
-    "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero < 3, lambda run: f"parallel.zero = {run.parallel.zero}"),
+    "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero in (1, 2), _zero),
+    "3-level ZeRO": Feature(lambda run, _: run.parallel.zero == "3level", _zero),
+    "int8 gathers": Feature(
+        lambda run, _: run.parallel.gather == "int8", lambda run: f'parallel.gather = "{run.parallel.gather}"'
+    ),
+    "one level": Feature(
+        lambda run, sizes: sizes.get("data", 1) == sizes.get("local", 1) == 1, lambda run: f"the mesh {run.mesh!r}"
+    ),
     "ring matmuls": Feature(
         lambda run, sizes: run.parallel.overlap == "ring" and sizes.get("tensor", 1) > 1,
         lambda run: 'parallel.overlap = "ring"',

@@ -111,6 +111,8 @@ SETTINGS: dict[str, Setting] = {
     "depths of stages": _parallel(depths=(1, 3)),
     "pipeline offload": _parallel(offload=0.5),
     "ZeRO 1 or 2": _parallel(zero=1),
+    "3-level ZeRO": _all(_axis("data"), _parallel(zero="3level")),
+    "int8 gathers": _parallel(gather="int8"),
     "context parallelism": _axis("context"),
     "rings": _axis("context"),
     "ring matmuls": _all(_axis("tensor"), _parallel(sequence=True, overlap="ring")),

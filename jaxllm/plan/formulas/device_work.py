@@ -30,6 +30,7 @@ from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import causal_mean
 from pallas_kernels.flash_attention.xla import KV_BLOCK, MIN_BAND, QUERY_BANDS
 from sharding import LogicalAxes, MeshSpec, Rules
+from sharding.rules import mesh_axes_of
 
 NO_ADAPTER = AdapterConfig()
 KERNEL_DTYPES = ("bfloat16", "float32")
@@ -46,6 +47,8 @@ class DeviceWeight:
         layers: number of layers on the device.
         shape: shard shape between steps, all layers.
         stored: elements of the shard between steps.
+        in_step, summed: elements of the shard during a step, and of that of its gradient that micro-batches add up:
+            more than ``stored`` with 3-level ZeRO.
         used: elements during use, after the all-gather.
         sides: a matrix's dimensions during use: width on the residual stream's side, and on the other.
         share: fraction of a device's tokens that use it: top_k / experts for an expert, summed over the device's
@@ -60,6 +63,8 @@ class DeviceWeight:
     layers: int
     shape: tuple[int, ...]
     stored: int
+    in_step: int
+    summed: int
     used: int
     sides: tuple[int, int]
     share: float
@@ -286,7 +291,10 @@ def _weight(
     matrix: bool,
     packed: float,
 ) -> DeviceWeight:
-    stored = shard_shape(shape, rules.spec(axes, mesh, shape), mesh)
+    spec = rules.spec(axes, mesh, shape)
+    stored = shard_shape(shape, spec, mesh)
+    outer = [axis for axis in rules.between_steps if axis in mesh_axes_of(spec)]
+    wider = [math.prod(mesh.shape[axis] for axis in some) for some in (outer, outer[-1:])]
     used = shard_shape(shape, rules.spec(axes, mesh, shape, gathered=True), mesh)
     of_layers = axes[0] == "layers"
     layers = -(-shape[0] // stages) if of_layers else 1
@@ -312,6 +320,8 @@ def _weight(
         layers,
         stored,
         per_layer,
+        per_layer * wider[0],
+        per_layer * wider[1],
         math.prod(one),
         (one[stream] if one else 1, math.prod(others)),
         share,

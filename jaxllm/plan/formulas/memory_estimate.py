@@ -269,6 +269,8 @@ def _gradients(work: DeviceWork) -> int:
         layers = [w for w in work.trained if w.name.startswith("segments/")]
         return sum(w.stored * (1 if w in layers else w.layers) for w in work.trained) * wide
     zero, several = work.run.parallel.zero, work.stages == 1 and work.micro_batches > 1
+    if zero == "3level":  # those that are added up, and one micro-batch's own
+        return sum(w.layers * (w.summed * wide * (2 if several else 1)) for w in work.trained)
     late = zero == 1 and several
     sums = sum(w.layers * (w.used if late else w.stored) for w in work.trained) * wide
     if zero == 3 or work.stages > 1:
@@ -277,9 +279,14 @@ def _gradients(work: DeviceWork) -> int:
 
 
 def _gathered(work: DeviceWork) -> int:
-    """Bytes of weights that stay gathered for longer than a layer: all matrices, except with ZeRO-3."""
+    """Bytes of weights that stay gathered for longer than a layer: all matrices, except with ZeRO-3.
+
+    With 3-level ZeRO they are gathered over the outer axes alone.
+    """
     if work.run.parallel.zero == 3:
         return 0
+    if work.run.parallel.zero == "3level":
+        return sum(w.layers * w.in_step for w in work.weights if w.matrix) * work.width
     return sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
 
 
@@ -290,14 +297,14 @@ def _working(work: DeviceWork, topology: Topology) -> float:
     weights = of_layers / len(config.segments) * work.width
     vocabulary = config.vocab_size // work.tensor * config.embed_dim * work.width
     heads = copies.heads_split if work.tensor > 1 else copies.heads
-    if work.stages == 1 and work.run.parallel.zero < 3:
+    if work.stages == 1 and work.run.parallel.zero in (1, 2):
         heads = max(0.0, heads - 2)  # the matrix and its gradient are counted with the others
     inner = max(sum(work.inner_widths(b).values()) for b in work.blocks)
     plain = [b for b in work.blocks if not work.has_flash_kernel(b, topology.platform)]
     streams = copies.streams_split if work.tensor > 1 else copies.streams
     return (
         heads * vocabulary
-        + copies.weights * weights * (work.run.parallel.zero == 3 or work.stages > 1)
+        + copies.weights * weights * (work.run.parallel.zero in (3, "3level") or work.stages > 1)
         + copies.inner * inner * work.tokens * work.width
         + streams * work.tokens * config.embed_dim * work.width
         + copies.scores * max((work.score_block(b) for b in plain), default=0.0) * 4

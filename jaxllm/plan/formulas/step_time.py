@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxllm.models import DecoderConfig
 from jaxllm.models.low_precision_matmul import MatmulPrecision, QuantisationScheme
 from jaxllm.models.remat import offloaded_share
-from jaxllm.parallel.collective_traffic import expected_collectives
+from jaxllm.parallel.collective_traffic import ONCE, expected_collectives
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.schedule import OpCosts
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
@@ -60,7 +60,7 @@ UPDATE_BYTES = 4 * UPDATE_PASSES + 2 * 8
 """Bytes that the update moves per float32 parameter with two moments."""
 STREAM_PASSES, INNER_PASSES = 10, 3
 """Memory passes of a block's forward pass, outside matmuls, over the residual stream and over inner activations."""
-WEIGHTS = ("weights", "gradients", "sums of gradients")
+WEIGHTS = ("weights", "gradients", "sums of gradients", *ONCE)
 BESIDE = "outer step, beside the steps"
 """Purpose of collectives that no operation of the step waits for (CO2)."""
 RING = ("keys and values, forward", "keys and values, backward")
@@ -283,6 +283,9 @@ def _handled(work: DeviceWork) -> float:
     cast, summed = wide + work.width, 2 * wide
     if work.run.parallel.zero == 3 or work.stages > 1:
         return micro * stored * (cast + summed)
+    if work.run.parallel.zero == "3level":
+        kept = sum(w.in_step * w.layers for w in work.weights) * work.width
+        return stored * cast + kept * (1 + micro) + micro * sum(w.summed * w.layers for w in work.weights) * 2 * wide
     used = sum(w.used * w.layers for w in work.weights if w.matrix)
     return stored * (cast + micro * summed) + micro * used * 6 * work.width
 
@@ -371,14 +374,14 @@ def _of_one(
     return expected_collectives(functional, mesh.abstract(), parallel, rows=rows, seq_len=seq_len, proven=False)
 
 
-def _in_micro_batches(one: ExpectedCollective, micro: int, zero: int) -> ExpectedCollective:
+def _in_micro_batches(one: ExpectedCollective, micro: int, zero: int | str) -> ExpectedCollective:
     """Collectives split into micro-batches.
 
     Activations are sent in as many parts; weights again for each micro-batch with ZeRO-3, gradients except with ZeRO-1.
     """
     if one.why not in WEIGHTS:
         return replace(one, count=one.count * micro, bytes=one.bytes // micro)
-    again = zero == 3 or (zero == 2 and one.why != "weights")
+    again = zero == 3 or (zero == 2 and one.why != "weights") or (zero == "3level" and one.why not in ONCE)
     return replace(one, count=one.count * micro) if again else one
 
 

@@ -177,7 +177,7 @@ def value_and_grad(
     z_loss: float = 0.0,
     accumulate: int = 1,
     layout: Layout = "contiguous",
-    zero: Literal[1, 2, 3] = 3,
+    zero: Literal[1, 2, 3, "3level"] = 3,
     routing: RoutingConfig | None = None,
     objective: Objective | None = None,
     trainable: Any = None,
@@ -196,7 +196,8 @@ def value_and_grad(
             ``accumulate``, except for the load-balancing loss, which is computed per micro-batch.
         layout: see ``loss_sums``.
         zero: ZeRO stage (``jaxllm.parallel.parallel_config.ParallelConfig``); in stages 1 and 2 the all-gather of
-            weights happens here, once per step; in stage 3 (FSDP) layer by layer.
+            weights happens here, once per step; in stage 3 (FSDP) layer by layer; in "3level" over the outer axes here,
+            and over the inner ones layer by layer.
         routing, objective: see ``loss_sums``.
         trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``), a tree of
             booleans; None: all.
@@ -222,7 +223,8 @@ def value_and_grad(
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch), 1).astype(dtype)
-        whole = params if zero == 3 else model.gather(params)
+        gather = {3: lambda params: params, "3level": model.gather_for_step}.get(zero, model.gather)
+        whole = gather(params)
         params, used = tree.of_params(params), tree.of_params(whole)
 
         def mean_loss(inputs: tuple[Any, Any], whole: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
@@ -234,9 +236,17 @@ def value_and_grad(
         grad = jax.value_and_grad(mean_loss, has_aux=True)
         amax, scale = (None, 1.0) if numerics is None else (numerics.seen, numerics.scale)
 
-        def reduce(grads: Any) -> Any:
-            """Gradients in the parameters' dtype and sharding: the reduce-scatter (or all-reduce) of partial sums."""
-            return jax.tree.map(lambda g, p: sharding.reduce_partial_sums(g, p).astype(p.dtype), grads, params)
+        def reduce(grads: Any, in_step: bool = False) -> Any:
+            """Gradients in the parameters' dtype and sharding: the reduce-scatter (or all-reduce) of partial sums.
+
+            ``in_step``: of one micro-batch; with 3-level ZeRO the sums over the outermost axis stay.
+            """
+
+            def one(g: Array, p: Array) -> Array:
+                return sharding.reduce_partial_sums(g, p, in_step=in_step and zero == "3level").astype(p.dtype)
+
+            with sharding.use_rules(model.rules):
+                return jax.tree.map(one, grads, params)
 
         def result(sums: LossSums, grads: Any, amax: Any) -> tuple[Any, ...]:
             if numerics is None:
@@ -251,7 +261,10 @@ def value_and_grad(
         # the gradients of each micro-batch, stage 1 those of all once at the end.
         def micro_step(carry: tuple[LossSums, Any, Any], micro_batch: Any) -> tuple[tuple[LossSums, Any, Any], None]:
             (_, sums), (grads, new_amax) = grad((used, amax), whole, micro_batch, total / scale)
-            grads = reduce(grads) if zero > 1 else jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            if zero == 1:
+                grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            else:
+                grads = reduce(grads, in_step=True)
             largest = jax.tree.map(jnp.maximum, carry[2], new_amax)
             return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), largest), None
 
@@ -261,8 +274,9 @@ def value_and_grad(
         no_sums = objective.no_sums(batch, zero_sum)
         if routed and (tally := RoutingAccumulator.of(model.config, Segments(None))) is not None:
             no_sums = no_sums._replace(routing=tally.sums(model.config, zero_sum))
-        like = params if zero > 1 else used
-        no_grads = jax.tree.map(lambda p, u: _no_gradient(p.shape, p.dtype, u), params, like)
+        no_grads = jax.tree.map(_no_gradient, params, params if zero in (2, 3) else used)
+        if zero == "3level":
+            no_grads = jax.tree.map(_zeros_like, jax.eval_shape(lambda grads: reduce(grads, in_step=True), no_grads))
         start = no_sums, no_grads, jax.tree.map(jnp.zeros_like, amax)
         (sums, grads, new_amax), _ = jax.lax.scan(micro_step, start, micro_batches)
         return result(sums, grads, new_amax)
@@ -270,13 +284,21 @@ def value_and_grad(
     return run
 
 
-def _no_gradient(shape: tuple[int, ...], dtype: jnp.dtype, weight: Array) -> Array:
+def _no_gradient(param: Array, weight: Array) -> Array:
     """Zeros, sharded as the gradient of ``weight`` is: unreduced over axes whose partial sums are added later."""
-    zeros = jnp.zeros(shape, dtype)
+    zeros = jnp.zeros(param.shape, param.dtype)
     if sharding.current_mesh() is None:
         return zeros
     spec = jax.typeof(weight).sharding.spec
     return jax.sharding.reshard(zeros, jax.P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else spec)
+
+
+def _zeros_like(like: jax.ShapeDtypeStruct) -> Array:
+    """Zeros with the sharding of an abstract array."""
+    zeros = jnp.zeros(like.shape, like.dtype)
+    if sharding.current_mesh() is None or like.sharding is None:
+        return zeros
+    return jax.sharding.reshard(zeros, like.sharding.spec)
 
 
 def split_micro_batches(x: Shaped[Array, "B S"], parts: int) -> Shaped[Array, "A B2 S"]:

@@ -28,6 +28,7 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "two-level, ZeRO-1, two micro-batches": ("data=2,local=4", {"reduce": "two_level", "zero": 1}, 2),
     "two-level, ZeRO-2, hybrid": ("data=2,local=2,fsdp=2", {"reduce": "two_level", "zero": 2}, 1),
     "flat": ("data=2,local=4", {"reduce": "flat"}, 1),
+    "flat, ZeRO-1, two micro-batches": ("data=2,local=4", {"reduce": "flat", "zero": 1}, 2),
 }
 """Mesh, plan, micro-batches."""
 
