@@ -189,6 +189,38 @@ REFUSALS: tuple[Refusal, ...] = (
         "the step and its outer step are one program",
         'give checkpoint.saving = "auto"',
     ),
+    *(
+        Refusal("fixed global batch", other, why, "set peers.batch to 0")
+        for other, why in (
+            ("no data axis", "the devices along data are the peers"),
+            ("pipeline", "sums of gradients last over steps, which pipelines do not support"),
+            ("outer step", "a replica has no peers"),
+            ("compressed gradients", "the sums of several rounds are sent whole"),
+            ("layerwise optimizer", WHOLE),
+            ("optimizer of several passes", "the sums are of one pass"),
+            ("projected gradients", "gradients of projections do not have the shapes of parameters"),
+            ("optimizer offload", "a round without a step would need a second copy of the optimizer state"),
+            ("parameter offload", "a round without a step would need a second copy of the parameters"),
+            ("loss scaling", "an overflow would stay in the sums"),
+            ("delayed fp8 scaling", "the amax history is of all rows"),
+            ("reaction to spikes", "a spike would stay in the sums"),
+            ("other objective", "rows of absent peers are masked by their targets"),
+            ("trainable subset", "all parameters have a sum"),
+            ("adapter", "all parameters have a sum"),
+            (TOGETHER, "every run would fill a batch of its own"),
+            (CO_SERVED, "the run has the one device that serves"),
+        )
+    ),
+    *(
+        Refusal("absent experts", other, why, "set routing.absent to 0")
+        for other, why in (
+            ("pipeline", "stages have no key to draw absences with"),
+            ("optimizer offload", "the state of absent experts would need a second copy"),
+            ("parameter offload", "the parameters of absent experts would need a second copy"),
+            ("adapter", "the experts themselves are frozen"),
+            ("trainable subset", "absent experts keep what they have learned"),
+        )
+    ),
     Refusal(
         "compressed gradients",
         "no data axis",

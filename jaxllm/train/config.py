@@ -18,6 +18,7 @@ from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
+from jaxllm.train.outer.dedloc import PeersConfig
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.objective import ObjectiveConfig
 from jaxllm.train.step.param_average import EmaConfig
@@ -68,6 +69,7 @@ class RunConfig:
         spikes: what is done at a loss spike.
         outer: outer steps between replicas that train by themselves, over the mesh axis ``replica``.
         grads: compression of gradients over the mesh axis ``data``.
+        peers: peers along the mesh axis ``data`` that come and go and fill a fixed global batch.
         ema: exponential moving average of the parameters, for evaluation and export.
         seed: seed of the parameters and of all randomness of the run.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp,
@@ -101,6 +103,7 @@ class RunConfig:
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     grads: GradsConfig = field(default_factory=GradsConfig)
+    peers: PeersConfig = field(default_factory=PeersConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     seed: int = 0
     mesh: str = runtime_only("dp")

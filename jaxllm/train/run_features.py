@@ -151,6 +151,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, sizes: sizes.get("local", 1) > 1, lambda run: f"the mesh {run.mesh!r} with local"
     ),
     "compressed gradients": Feature(lambda run, _: bool(run.grads.compress), _compress),
+    "fixed global batch": Feature(lambda run, _: run.peers.batch > 0, lambda run: f"peers.batch = {run.peers.batch}"),
     "adaptive ranks": Feature(lambda run, _: run.grads.is_adaptive, _compress),
     "no data axis": Feature(lambda run, sizes: sizes.get("data", 1) == 1, lambda run: f"the mesh {run.mesh!r}"),
     # Model
@@ -225,6 +226,9 @@ FEATURES: dict[str, Feature] = {
             and bool(run.routing.balance_loss or run.routing.z_loss or run.routing.bias_rate)
         ),
         lambda run: "routing.balance_loss, routing.z_loss or routing.bias_rate",
+    ),
+    "absent experts": Feature(
+        lambda run, _: run.routing.absent > 0, lambda run: f"routing.absent = {run.routing.absent}"
     ),
     "balance biases that move": Feature(
         lambda run, _: bool(run.model.mixtures) and run.routing.bias_rate > 0,

@@ -30,6 +30,7 @@ from jaxllm.train.disk.optimizer_files import OptimizerFiles
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
+from jaxllm.train.outer.dedloc import PeersConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_features import FEATURES
 from jaxllm.train.run_model import run_model
@@ -101,6 +102,7 @@ SETTINGS: dict[str, Setting] = {
     "no replicas": _run(mesh="fsdp=4"),
     "outer step": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("sparseloco", every=1)),
     "compressed gradients": _run(mesh="data=2,fsdp=2", grads=GradsConfig("int8")),
+    "fixed global batch": _run(mesh="data=2,fsdp=2", peers=PeersConfig(batch=12, away=0.5)),
     "adaptive ranks": _run(mesh="data=2,fsdp=2", grads=GradsConfig("lgreco:0.5")),
     "local axis": _axis("local"),
     "two-level sums": _all(_run(mesh="data=2,local=2"), _parallel(reduce="two_level")),
@@ -149,6 +151,10 @@ SETTINGS: dict[str, Setting] = {
     "balance biases that move": _all(
         _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
         _run(routing=RoutingConfig(bias_rate=0.01)),
+    ),
+    "absent experts": _all(
+        _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
+        _run(routing=RoutingConfig(absent=0.25, absent_steps=1)),
     ),
     "norms by layer": lambda run: dataclasses.replace(run, observe=dataclasses.replace(run.observe, layers_every=1)),
     "optimizer offload": _run(host=HostConfig(optimizer=True)),

@@ -8,12 +8,15 @@ Legend: B batch, S sequence, E experts, A experts per token (top-k), G groups of
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 TOP_OF_GROUP = {"best": 1, "best two": 2}
 
@@ -85,16 +88,40 @@ class RouterConfig:
             )
 
 
+_available: ContextVar[Array | None] = ContextVar("available_experts", default=None)
+
+
+@contextlib.contextmanager
+def only_experts(available: Bool[Array, " E"]) -> Iterator[None]:
+    """Context manager: routers that are traced in the body choose among available experts alone.
+
+    Args:
+        available: the same for all layers.
+    """
+    token = _available.set(available)
+    try:
+        yield
+    finally:
+        _available.reset(token)
+
+
 def route(
     config: RouterConfig, top_k: int, logits: Float[Array, "B S E"], balance_bias: Float[Array, " E"] | None
 ) -> Routing:
-    """Routing of tokens by their router logits: top-k experts and combine weights; ``dropped`` is zero."""
+    """Routing of tokens by their router logits: top-k experts and combine weights; ``dropped`` is zero.
+
+    Absent experts (``only_experts``) have logits of minus infinity: scores are normalised over the others.
+    """
+    if (available := _available.get()) is not None:
+        logits = jnp.where(available, logits, -jnp.inf)
     if config.scoring == "softmax":
         scores = shares = jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits)
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
     worth = scores if balance_bias is None else scores + balance_bias
+    if available is not None:
+        worth = jnp.where(available, worth, -jnp.inf)
     if config.groups > 1:
         worth = _in_best_groups(config, worth)
     if worth is scores:

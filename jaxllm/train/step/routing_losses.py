@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models import DecoderConfig
+from jaxllm.models import DecoderConfig, MoeConfig
 from jaxllm.models.attention_context import AttentionParams, LayerIndex
 from jaxllm.models.moe.router import Routing
 
@@ -35,18 +35,30 @@ class RoutingConfig:
             (ST-MoE, arXiv:2202.08906).
         bias_rate: step size of balance biases: after each training step a router's bias rises by this for experts
             below the even share and falls for those above (arXiv:2408.15664). For routers with ``balance_bias``.
+        absent: share of the experts that are away at a time (``jaxllm.train.step.absent_experts``), below 1; 0: none.
+        absent_steps: steps of an absence; then others are away.
         log_loads: log the load of every expert of every layer as ``expert_load``.
     """
 
     balance_loss: float = 0.0
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    absent: float = 0.0
+    absent_steps: int = 100
     log_loads: bool = False
 
     def __post_init__(self) -> None:
         for name in ("balance_loss", "z_loss", "bias_rate"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"routing: {name} = {getattr(self, name)}; give 0 (none) or a positive number.")
+        if not 0 <= self.absent < 1:
+            raise ValueError(f"routing: absent = {self.absent}; give 0 (none) or a share of the experts below 1.")
+        if self.absent_steps < 1:
+            raise ValueError(f"routing: absent_steps = {self.absent_steps}; give 1 or more steps.")
+
+    def absent_of(self, experts: int) -> int:
+        """Number of a layer's experts that are away at a time."""
+        return round(self.absent * experts)
 
     def check(self, model: DecoderConfig, *, adapter_experts: bool = False) -> None:
         """Checks that the model has the experts and balance biases that these settings act on.
@@ -59,6 +71,8 @@ class RoutingConfig:
             ValueError: it has not.
         """
         mixtures = list(model.mixtures.values())
+        if self.absent:
+            self._check_absent(mixtures)
         for name in ("balance_loss", "z_loss", "bias_rate", "log_loads"):
             if getattr(self, name) and not (mixtures or adapter_experts):
                 raise ValueError(
@@ -68,6 +82,25 @@ class RoutingConfig:
             raise ValueError(
                 f"routing: bias_rate = {self.bias_rate}, but a router has no balance bias; set balance_bias in the "
                 "model's RouterConfig, or give 0."
+            )
+
+    def _check_absent(self, mixtures: list[MoeConfig]) -> None:
+        if len({mixture.experts for mixture in mixtures}) != 1:
+            raise ValueError(
+                f"routing: absent = {self.absent} needs a model whose layers with experts have equally many; leave it "
+                "out."
+            )
+        for mixture in mixtures:
+            left = mixture.experts - self.absent_of(mixture.experts)
+            if left < mixture.top_k or mixture.router.groups > 1:
+                raise ValueError(
+                    f"routing: absent = {self.absent} leaves {left} of {mixture.experts} experts, and a token goes "
+                    f"to {mixture.top_k} in {mixture.router.groups} groups; leave at least that many, without groups."
+                )
+        if self.bias_rate:
+            raise ValueError(
+                f"routing: absent = {self.absent} with bias_rate = {self.bias_rate}: the loads of absent experts would "
+                "raise their biases; set one of them to 0."
             )
 
 

@@ -18,9 +18,11 @@ from jaxllm.train.disk.optimizer_files import OptimizerFiles
 from jaxllm.train.outer.adaptive_step import Choice
 from jaxllm.train.outer.co2 import co2_step
 from jaxllm.train.outer.compressed_gradients import compressed_gradients, gradient_errors
+from jaxllm.train.outer.dedloc import fixed_batch
 from jaxllm.train.outer.outer_step import averaging_step, outer_states
 from jaxllm.train.outer.replicas import copy_to_replicas, over_replicas, replica_states, with_outer_step
 from jaxllm.train.run_model import trained_params
+from jaxllm.train.step.absent_experts import absent_experts
 from jaxllm.train.step.param_average import parameter_average
 from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
 from jaxllm.train.step.step_links import (
@@ -152,7 +154,9 @@ def step_links(config: RunConfig, choice: Choice | None = None) -> tuple[StepLin
     """
     rate = schedule(config.optim.schedule, config.steps)
     links = (
+        absent_experts(config.routing, config.model),
         compressed_gradients(config.grads, choice),
+        fixed_batch(config.peers),
         mixed_precision(config.model, rate),
         spike_detection(config.spikes, rate),
         None if config.optim.spec.layerwise else balance_biases(config.model, config.routing.bias_rate),
