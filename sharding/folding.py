@@ -18,7 +18,7 @@ from sharding.mesh import AXES, ShardingError
 
 FOLDED = ("data", "fsdp", "context", "expert", "ulysses", "tensor")
 """Mesh axes whose devices experts may factor, outermost first: neither replicas nor stages."""
-_BATCH, _SEQ = ("replica", "data", "fsdp", "expert"), ("context", "ulysses", "tensor")
+_BATCH, _SEQ = ("replica", "data", "local", "fsdp", "expert"), ("context", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)

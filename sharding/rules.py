@@ -210,7 +210,7 @@ DEFAULT = Rules(
         ("expert_mlp", ("tensor",)),
         # Tokens in a router and among experts: as elsewhere, but for a folding.
         ("router_seq", ("context", "ulysses")),
-        ("expert_batch", ("replica", "data", "fsdp", "expert")),
+        ("expert_batch", ("replica", "data", "local", "fsdp", "expert")),
         ("expert_seq", ("context", "ulysses")),
     )
 )

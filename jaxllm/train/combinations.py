@@ -132,6 +132,7 @@ REFUSALS: tuple[Refusal, ...] = (
             ("pipeline", "stages keep their weights in two levels"),
             ("outer step", "replicas keep their weights in two levels"),
             ("compressed gradients", "the devices along data hold parts of one gradient, not the whole"),
+            ("folded experts", "experts that are folded are stored by the axes of their folding"),
             ("layerwise optimizer", "the optimizer gathers the weights of one layer at a time"),
             ("projected gradients", "the optimizer gathers the weights of one layer at a time"),
             (

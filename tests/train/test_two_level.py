@@ -45,6 +45,15 @@ def test_the_gradients_are_those_of_a_flat_sum(mesh, zero, accumulate, rng, floa
     assert tiny.leaf_error(found[1], found[0]) < 1e-12
 
 
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("plan", [TWO_LEVEL, ParallelConfig(zero="3level")], ids=["two levels", "3-level ZeRO"])
+def test_experts_on_groups_equal_one_device(plan, rng, float64):
+    config = tiny.decoder(**SMALL | {"layers": 1}, moe=(4, 2, 4, True))
+    batch = tiny.batch(int(rng.integers(2**16)), 8, 8, 16, packed=True)
+    one = loss_and_grads(config, batch, "data=1", ParallelConfig())
+    assert tiny.leaf_error(loss_and_grads(config, batch, "data=2,local=2,expert=2", plan), one) < 1e-10
+
+
 def test_sums_of_odd_arrays_are_exact(rng, float64):
     """Dimensions that do not divide over local, beside others that do, and arrays in which none does."""
     mesh = MeshSpec.parse("data=2,local=4").build(jax.devices()[:8])
