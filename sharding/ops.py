@@ -232,7 +232,7 @@ def _reduced_over_tokens(x: Array, w: Array, contract: int) -> Array:
     The tokens of a router may be split over more axes than those of the rest of the model.
     """
     kept = jax.typeof(w).sharding.spec.reduced
-    tokens = _mesh_axes(jax.typeof(x).sharding.spec.partitions[: x.ndim - contract])
+    tokens = mesh_axes_of(jax.typeof(x).sharding.spec.partitions[: x.ndim - contract])
     if not kept or tokens <= kept:
         return w
     return jax.sharding.reshard(w, jax.P(*_spec_of(w).partitions, reduced=kept | tokens))
