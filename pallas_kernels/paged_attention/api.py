@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
-from pallas_kernels.paged_attention.kernel_support import check_each_token, check_positional
+from pallas_kernels.paged_attention.kernel_support import check_positional
 from pallas_kernels.paged_attention.pages import PagePool, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -31,8 +31,7 @@ def _pallas_tpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
     from pallas_kernels.paged_attention.pallas_tpu import paged_attention_pallas_tpu
 
     check_positional("pallas_tpu", kw.pop("retention"))
-    check_each_token("pallas_tpu", kw["format"], kw.pop("residual"))
-    kw.pop("turn")  # of pages that have been refused
+    kw.pop("turn")  # of pages that are refused
     return paged_attention_pallas_tpu(q, new, pool, *args, **kw)
 
 
@@ -40,8 +39,7 @@ def _pallas_gpu(q: Array, new: Slots, pool: Slots, *args: Any, **kw: Any) -> tup
     from pallas_kernels.paged_attention.pallas_gpu import paged_attention_pallas_gpu
 
     check_positional("pallas_gpu", kw.pop("retention"))
-    check_each_token("pallas_gpu", kw["format"], kw.pop("residual"))
-    kw.pop("turn")  # of pages that have been refused
+    kw.pop("turn")  # of pages that are refused
     return paged_attention_pallas_gpu(q, new, pool, *args, **kw)
 
 

@@ -1,22 +1,24 @@
-"""KV cache formats of four bits with scales for groups of channels, which are stored in the slot itself.
+"""KV cache formats of four bits with scales for groups of channels.
 
-Packed bytes of a part (a key, or a value) are followed by the scales of its groups, so that a slot is one row of bytes
-and needs no second array. A group is of at most 32 consecutive channels, a block of 16.
+The bytes of a slot are its values' alone, half a byte each, so that a head dim of 128 fills the 128 lanes of a TPU's
+memory. Scales are words of 4 bytes, see ``Slots.scales``. A group is of at most 32 consecutive channels, a block of 16.
 
-Legend: N values of a part, E bytes of a part, G groups of a part.
+Legend: N values of a part, E bytes of a part, G groups of a part, Z words of a slot.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from pallas_kernels.paged_attention.kv_formats import KV_FORMATS, SCALE, KVFormat, Scales
+from pallas_kernels.paged_attention.kv_formats import KV_FORMATS, SCALE, KVFormat
+from pallas_kernels.paged_attention.slot_layout import Factors, SlotLayout, groups_of_parts, half_floats, runs_of_parts
 
 GROUP = 32
 """Most channels of a group of ``int4``, and of the values in ``kivi4`` and ``kivi2``."""
@@ -37,10 +39,9 @@ def pack_bits(levels: Shaped[Array, "*any N"], bits: int) -> UInt8[Array, "*any 
     return packed
 
 
-def unpack_bits(packed: UInt8[Array, "*any E"], bits: int) -> UInt8[Array, "*any N"]:
-    """Numbers that ``pack_bits`` has packed."""
-    runs = [(packed >> (bits * place)) & (2**bits - 1) for place in range(8 // bits)]
-    return jnp.concatenate(runs, axis=-1)
+def bits_at(packed: Shaped[Array, "*any"], place: int, bits: int) -> Int[Array, "*any"]:
+    """Numbers of a few bits from bit ``place`` of integers on."""
+    return (packed.astype(jnp.int32) >> place) & (2**bits - 1)
 
 
 def affine_levels(
@@ -65,111 +66,120 @@ def _as_float16(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), x).astype(jnp.float16)
 
 
+def pair_words(scale: Float[Array, "*any"], least: Float[Array, "*any"]) -> Int[Array, "*any"]:
+    """Words of a scale and a minimum, float16 both."""
+    return jax.lax.bitcast_convert_type(jnp.stack([scale, least], axis=-1), jnp.int32)
+
+
+class AffineNumbers:
+    """Decoder of levels that are multiplied by a scale, to which a minimum is added: words of ``pair_words``."""
+
+    bits: int
+
+    def numbers(self, elements: Shaped[Array, "*any"], place: int, dtype: DTypeLike) -> Float[Array, "*any"]:
+        """Levels."""
+        return bits_at(elements, place, self.bits).astype(dtype)
+
+    def factors(self, words: Int[Array, "*any"], place: Any, dtype: DTypeLike) -> Factors:
+        """(scale, minimum)."""
+        return half_floats(words).astype(dtype), half_floats(words >> 16).astype(dtype)
+
+    def values(self, numbers: Array, factors: Factors) -> Array:
+        """Levels times the scale, and the minimum."""
+        return numbers * factors[0] + factors[1]
+
+
 class GroupedFormat(KVFormat):
-    """KV cache format of four bits whose scales are in the slot, behind the numbers of their part."""
+    """KV cache format of four bits with scales for groups of consecutive values.
+
+    Attributes:
+        most: most values of a group; their number is that or its greatest common divisor with those of a part.
+        per_word: scales in a word.
+    """
 
     values_per_element = 2
     quantised = True
+    scale_dtype = jnp.dtype(jnp.int32)
+    most: int
+    per_word: int
 
     def stored(self, dtype: DTypeLike) -> np.dtype:
         """Dtype of stored elements: bytes."""
         return jnp.dtype(jnp.uint8)
 
-    def elements(self, parts: tuple[int, ...]) -> int:
-        """Bytes of a slot."""
-        return sum(map(self.part_bytes, parts))
-
     def width(self, parts: tuple[int, ...], stored_width: int) -> int:
         """Values of a slot."""
         return sum(parts)
 
+    def layout(self, parts: tuple[int, ...]) -> SlotLayout:
+        """Two runs for each part, of the lower and of the upper halves of its bytes."""
+        sizes = tuple((size, math.gcd(size, self.most)) for size in parts)
+        return SlotLayout(runs_of_parts(parts, 4), groups_of_parts(sizes, self.per_word), self.per_word)
+
     def encode(
         self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
-    ) -> tuple[UInt8[Array, "*any E"], None]:
-        """(bytes, no scales)."""
-        found = jnp.split(rows, np.cumsum(parts)[:-1], axis=-1)
-        return jnp.concatenate([self.encode_part(part) for part in found], axis=-1), None
+    ) -> tuple[UInt8[Array, "*any E"], Int[Array, "*any Z"]]:
+        """(bytes, words of scales)."""
+        found = []
+        for x in jnp.split(rows, np.cumsum(parts)[:-1], axis=-1):
+            levels, words = self.encode_groups(x.reshape(*x.shape[:-1], -1, math.gcd(x.shape[-1], self.most)))
+            found.append((pack_bits(levels.reshape(x.shape), 4), words))
+        data, words = zip(*found, strict=True)
+        return jnp.concatenate(data, axis=-1), jnp.concatenate(words, axis=-1)
 
-    def unpack(
-        self, data: UInt8[Array, "*any E"], scales: Scales, parts: tuple[int, ...], dtype: DTypeLike
-    ) -> Float[Array, "*any N"]:
-        """Values of slots, in ``dtype``; bytes behind the last part are padding."""
-        starts = np.cumsum([0, *map(self.part_bytes, parts)])
-        found = [
-            self.decode_part(data[..., start:stop], size, dtype)
-            for size, start, stop in zip(parts, starts[:-1], starts[1:], strict=True)
-        ]
-        return jnp.concatenate(found, axis=-1)
-
-    def part_bytes(self, size: int) -> int:
-        """Bytes of a part of so many values."""
-        raise NotImplementedError
-
-    def encode_part(self, x: Float[Array, "*any N"]) -> UInt8[Array, "*any E"]:
-        """Bytes of a part."""
-        raise NotImplementedError
-
-    def decode_part(self, data: UInt8[Array, "*any E"], size: int, dtype: DTypeLike) -> Float[Array, "*any N"]:
-        """Values of a part."""
+    def encode_groups(self, x: Float[Array, "*any G N"]) -> tuple[Shaped[Array, "*any G N"], Int[Array, "*any Z"]]:
+        """(numbers of four bits, words) of the groups of a part."""
         raise NotImplementedError
 
 
-class Int4Format(GroupedFormat):
+class Int4Format(AffineNumbers, GroupedFormat):
     """``int4``: 16 levels from the least to the largest of a group of up to 32 channels: 5 bits a value."""
 
-    def part_bytes(self, size: int) -> int:
-        """Bytes of a part: half a byte for a value, 4 for the scale and the minimum of a group."""
-        return size // 2 + 4 * (size // math.gcd(size, GROUP))
+    bits, most, per_word = 4, GROUP, 1
 
-    def encode_part(self, x: Float[Array, "*any N"]) -> UInt8[Array, "*any E"]:
-        """Bytes of a part."""
-        group = math.gcd(x.shape[-1], GROUP)
-        levels, scale, least = affine_levels(x.reshape(*x.shape[:-1], -1, group), -1, 4)
-        pairs = jnp.concatenate([scale, least], axis=-1)  # *any G 2
-        held = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
-        return jnp.concatenate([pack_bits(levels.reshape(x.shape), 4), held.reshape(*x.shape[:-1], -1)], axis=-1)
-
-    def decode_part(self, data: UInt8[Array, "*any E"], size: int, dtype: DTypeLike) -> Float[Array, "*any N"]:
-        """Values of a part."""
-        shape, groups = data.shape[:-1], size // math.gcd(size, GROUP)
-        pairs = jax.lax.bitcast_convert_type(data[..., size // 2 :].reshape(*shape, groups, 2, 2), jnp.float16)
-        pairs = pairs.astype(dtype)
-        levels = unpack_bits(data[..., : size // 2], 4).reshape(*shape, groups, -1).astype(dtype)
-        return (levels * pairs[..., :1] + pairs[..., 1:]).reshape(*shape, size)
+    def encode_groups(self, x: Float[Array, "*any G N"]) -> tuple[UInt8[Array, "*any G N"], Int[Array, "*any G"]]:
+        """(levels, scales and minima) of the groups of a part."""
+        levels, scale, least = affine_levels(x, -1, 4)
+        return levels, pair_words(scale[..., 0], least[..., 0])
 
 
 class BlockFloatFormat(GroupedFormat):
     """``bfp4``: block floating point: four-bit mantissas and one exponent for up to 16 channels: 4.5 bits a value.
 
-    A block loses its small values to its largest one. The engine therefore reorders the channels of keys and values at
-    load, so that large ones share blocks (arXiv:2403.20137), see ``jaxllm.models.channel_order``.
+    A word has four exponents of a part. A block loses its small values to its largest one. The engine therefore
+    reorders the channels of keys and values at load, so that large ones share blocks (arXiv:2403.20137), see
+    ``jaxllm.models.channel_order``.
     """
 
+    most, per_word = BLOCK, 4
     orders_channels = True
 
-    def part_bytes(self, size: int) -> int:
-        """Bytes of a part: half a byte for a value, one for the exponent of a block."""
-        return size // 2 + size // math.gcd(size, BLOCK)
-
-    def encode_part(self, x: Float[Array, "*any N"]) -> UInt8[Array, "*any E"]:
-        """Bytes of a part."""
+    def encode_groups(self, x: Float[Array, "*any G N"]) -> tuple[Int[Array, "*any G N"], Int[Array, "*any Z"]]:
+        """(mantissas, exponents) of the blocks of a part."""
         x = x.astype(jnp.promote_types(x.dtype, SCALE))
-        blocks = x.reshape(*x.shape[:-1], -1, math.gcd(x.shape[-1], BLOCK))
-        most = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+        most = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
         # The largest magnitude is below 8 steps; of mantissas, 7 is the largest.
         exponent = jnp.clip(jnp.frexp(most)[1] - 3, -126, 127)
-        mantissas = jnp.clip(jnp.round(jnp.ldexp(blocks, -exponent)), -7, 7)
+        mantissas = jnp.clip(jnp.round(jnp.ldexp(x, -exponent)), -7, 7)
         mantissas = jnp.where(jnp.isfinite(mantissas), mantissas, 0).astype(jnp.int32) & 15
-        packed = pack_bits(mantissas.reshape(x.shape), 4)
-        return jnp.concatenate([packed, (exponent[..., 0] & 255).astype(jnp.uint8)], axis=-1)
+        held = (exponent[..., 0] & 255).astype(jnp.uint8)
+        held = jnp.pad(held, (*[(0, 0)] * (held.ndim - 1), (0, -held.shape[-1] % self.per_word)))
+        return mantissas, jax.lax.bitcast_convert_type(held.reshape(*held.shape[:-1], -1, self.per_word), jnp.int32)
 
-    def decode_part(self, data: UInt8[Array, "*any E"], size: int, dtype: DTypeLike) -> Float[Array, "*any N"]:
-        """Values of a part."""
-        shape, blocks = data.shape[:-1], size // math.gcd(size, BLOCK)
-        exponent = jax.lax.bitcast_convert_type(data[..., size // 2 : size // 2 + blocks], jnp.int8).astype(jnp.int32)
-        mantissas = unpack_bits(data[..., : size // 2], 4).astype(jnp.int32)
-        mantissas = (mantissas - 16 * (mantissas > 7)).reshape(*shape, blocks, -1)
-        return jnp.ldexp(mantissas.astype(dtype), exponent[..., None]).reshape(*shape, size)
+    def numbers(self, elements: Shaped[Array, "*any"], place: int, dtype: DTypeLike) -> Float[Array, "*any"]:
+        """Mantissas."""
+        found = bits_at(elements, place, 4)
+        return jnp.where(found > 7, found - 16, found).astype(dtype)
+
+    def factors(self, words: Int[Array, "*any"], place: Any, dtype: DTypeLike) -> Factors:
+        """The power of two of the exponent, of which the bits of a float32 are made."""
+        exponent = (words >> (8 * place)) & 255
+        exponent = jnp.where(exponent > 127, exponent - 256, exponent)
+        return (jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32).astype(dtype),)
+
+    def values(self, numbers: Array, factors: Factors) -> Array:
+        """Mantissas times the power of two."""
+        return numbers * factors[0]
 
 
 KV_FORMATS["int4"] = Int4Format()

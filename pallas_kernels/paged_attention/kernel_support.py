@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels._pallas import check_supported
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
-from pallas_kernels.paged_attention.residual_window import Residual
 from pallas_kernels.paged_attention.retention import Retention
 
 
 def check_format(name: str, format: PageFormat, q: Array, new: Slots, pool: Slots) -> None:
-    """Checks that a Pallas kernel can read pages of this format: plain ones of the queries' dtype, or of eight bits.
+    """Checks that a Pallas kernel can read pages of this format: plain ones of the queries' dtype, or of bytes.
 
     Raises:
         NotImplementedError: names the limit; or see ``pallas_kernels._pallas.check_supported``.
@@ -21,10 +19,10 @@ def check_format(name: str, format: PageFormat, q: Array, new: Slots, pool: Slot
         check_supported(name, q=q, new=new.data, pool=pool.data)
         return
     check_supported(name, q=q)
-    if format.kv_format.values_per_element != 1 or pool.data.dtype != jnp.int8:
+    if format.layout is None or pool.data.dtype.itemsize != 1:
         raise NotImplementedError(
-            f"{name} reads plain pages and pages of one byte per value, not {format.encoding!r}; implementation 'xla' "
-            "reads those."
+            f"{name} reads plain pages, and pages of bytes whose format has a layout (KVFormat.layout), not "
+            f"{format.encoding!r}; implementation 'xla' reads those."
         )
 
 
@@ -37,17 +35,4 @@ def check_positional(name: str, retention: Retention | None) -> None:
     if retention is not None:
         raise NotImplementedError(
             f"{name} takes slots in the order of positions, not under a retention rule; implementation 'xla' does."
-        )
-
-
-def check_each_token(name: str, format: PageFormat, residual: Residual | None) -> None:
-    """Checks that each token of a page is encoded by itself.
-
-    Raises:
-        NotImplementedError: pages are encoded as a whole, behind a residual window.
-    """
-    if residual is not None:
-        raise NotImplementedError(
-            f"{name} reads pages whose tokens are encoded one by one, not {format.encoding!r}; implementation 'xla' "
-            "reads those."
         )

@@ -1,11 +1,11 @@
 """KV cache formats: how the elements of a slot are stored in a page, in one open table of encoders and decoders.
 
-A format packs the values of a token's key, or of its value, into stored elements, with as many float32 scales as it
-says. A kernel that reads pages hands a tile of stored elements to ``decode`` and gets values, so a new format is one
-class and one row of ``KV_FORMATS``. A token's stored bits depend on that token alone, so they are the same whichever
-chunk, page or neighbours it comes with.
+A format packs the values of a token's key, or of its value, into stored elements, with as many scales as it says. A
+new format is one class and one row of ``KV_FORMATS``: with ``encode`` and ``decode`` plain JAX reads it, and with a
+``layout`` of its slots the Pallas kernels do too. A token's stored bits depend on that token alone, so they are the
+same whichever chunk, page or neighbours it comes with.
 
-Legend: N values that share scales, M stored elements, Z scales, C slots of a tile, W values of a slot.
+Legend: N values that share scales, M stored elements, Z scales, C slots of a tile, W values of a slot, H channels.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.paged_attention.slot_layout import Factors, Run, SlotLayout, groups_of_parts, unpack_slots
 
 SCALE = jnp.dtype(jnp.float32)
-"""Dtype of the scales."""
+"""Dtype of the scales, where a format has one in each word."""
 Scales = Any
-"""Scales of a tile of slots: Float[Array, "*any Z C"], or in kernels, where a dim cannot be indexed, a tuple of its Z
-rows."""
-First = int | Bool[Array, "1 W"]
-"""Which values of a slot the first scales are of, see ``KVFormat.decode``."""
+"""Scales of a tile of slots: Shaped[Array, "*any Z C"], or None."""
 
 
 class KVFormat:
@@ -40,6 +39,7 @@ class KVFormat:
         chunk: tokens of a chunk, of which a query reads those that it chooses, see ``chosen_chunks``; 0: it reads all.
         on_host: the elements of slots are in host memory; attention fetches what it needs of them.
         page_size: positions of a page that the commands choose for this format; None: as for any.
+        scale_dtype: dtype of the words of scales, of 4 bytes.
     """
 
     scales: int = 0
@@ -50,6 +50,17 @@ class KVFormat:
     chunk: int = 0
     on_host: bool = False
     page_size: int | None = None
+    scale_dtype: np.dtype = SCALE
+
+    def scale_rows(self, parts: tuple[int, ...]) -> int:
+        """Words of scales of a slot (Z); ``parts`` as in ``encode``."""
+        found = self.layout(parts)
+        return len(parts) * self.scales if found is None else found.words
+
+    def layout(self, parts: tuple[int, ...]) -> SlotLayout | None:
+        """Where the values of a slot are, for kernels; a format that has one is a ``SlotDecoder``. None: ``decode``."""
+        del parts
+        return None
 
     def elements(self, parts: tuple[int, ...]) -> int:
         """Stored elements of a slot, without padding; ``parts`` as in ``encode``."""
@@ -77,25 +88,31 @@ class KVFormat:
         return rows.astype(self.stored(dtype)), None
 
     def decode(
-        self, tile: Shaped[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
+        self, tile: Shaped[Array, "*any C M"], scales: Scales, first: int, dtype: DTypeLike
     ) -> Float[Array, "*any C W"]:
-        """Values of a tile of slots, in ``dtype``; traced inside kernels too.
+        """Values of a tile of slots, in ``dtype``, for a format without a layout.
 
         Args:
             tile: stored elements of the slots.
             scales: scales of the first ``first`` values of each slot, followed by those of the rest, if there are any.
-            first: number of values that the first scales are of; or a mask of them, for kernels of TPUs, which have no
-                one-dimensional iota.
+            first: number of values that the first scales are of.
             dtype: dtype of the result.
         """
         del scales, first
         return tile.astype(dtype)
 
     def unpack(
-        self, data: Shaped[Array, "*any C M"], scales: Scales, parts: tuple[int, ...], dtype: DTypeLike
+        self,
+        data: Shaped[Array, "*any C M"],
+        scales: Scales,
+        parts: tuple[int, ...],
+        dtype: DTypeLike,
+        channels: Int[Array, "*any 1 H"] | None = None,
     ) -> Float[Array, "*any C W"]:
-        """Values of slots, in ``dtype``, where their parts are known; as ``decode``, which kernels call."""
-        return self.decode(data, scales, parts[0], dtype)
+        """Values of slots, in ``dtype``; ``channels``: words of their page, where it has some."""
+        if (layout := self.layout(parts)) is None:
+            return self.decode(data, scales, parts[0], dtype)
+        return unpack_slots(self, layout, data, scales, channels, dtype)  # pyright: ignore[reportArgumentType]
 
 
 class BitsFormat(KVFormat):
@@ -123,13 +140,13 @@ class BitsFormat(KVFormat):
         return jax.lax.bitcast_convert_type(rows.astype(self.kind), self.integer), None
 
     def decode(
-        self, tile: Int[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
+        self, tile: Int[Array, "*any C M"], scales: Scales, first: int, dtype: DTypeLike
     ) -> Float[Array, "*any C M"]:
         """Values of a tile of slots, in ``dtype``."""
         return jax.lax.bitcast_convert_type(tile, self.kind).astype(dtype)
 
 
-class ScaledFormat(BitsFormat):
+class ScaledFormat(KVFormat):
     """KV cache format of quantised elements with one scale per key and one per value.
 
     A scale is the largest magnitude divided by the largest value of the elements' dtype.
@@ -143,8 +160,11 @@ class ScaledFormat(BitsFormat):
     quantised = True
 
     def __init__(self, kind: DTypeLike, stored: DTypeLike, most: float):
-        super().__init__(kind, stored)
-        self.most = most
+        self.kind, self.integer, self.most = jnp.dtype(kind), jnp.dtype(stored), most
+
+    def stored(self, dtype: DTypeLike) -> np.dtype:
+        """Dtype of stored elements: the integer."""
+        return self.integer
 
     def encode(
         self, rows: Float[Array, "*any N"], parts: tuple[int, ...], dtype: DTypeLike
@@ -155,7 +175,8 @@ class ScaledFormat(BitsFormat):
         """
         found = [self._quantise(part) for part in jnp.split(rows, np.cumsum(parts)[:-1], axis=-1)]
         numbers = jnp.concatenate([part for part, _ in found], axis=-1)
-        return super().encode(numbers, parts, dtype)[0], jnp.stack([scale for _, scale in found], axis=-1)
+        bits = jax.lax.bitcast_convert_type(numbers.astype(self.kind), self.integer)
+        return bits, jnp.stack([scale for _, scale in found], axis=-1)
 
     def _quantise(self, x: Float[Array, "*any N"]) -> tuple[Float[Array, "*any N"], Float[Array, "*any"]]:
         """(quantised values before the cast, scale)."""
@@ -167,22 +188,31 @@ class ScaledFormat(BitsFormat):
         # Where the scale was rounded down, the largest magnitude is slightly above the format's maximum.
         return jnp.clip(numbers, -self.most, self.most), scale
 
-    def decode(
-        self, tile: Int[Array, "*any C M"], scales: Scales, first: First, dtype: DTypeLike
-    ) -> Float[Array, "*any C M"]:
-        """Values of a tile of slots, in ``dtype``."""
-        return scaled(super().decode(tile, None, first, dtype), scales, first)
+    def layout(self, parts: tuple[int, ...]) -> SlotLayout:
+        """A byte for each value, in their order; one scale for each part."""
+        return SlotLayout((Run(0, sum(parts), 0),), groups_of_parts(tuple((size, size) for size in parts)))
+
+    def width(self, parts: tuple[int, ...], stored_width: int) -> int:
+        """Values of a slot."""
+        return sum(parts)
+
+    def numbers(self, elements: Shaped[Array, "*any"], place: int, dtype: DTypeLike) -> Float[Array, "*any"]:
+        """Numbers before scaling."""
+        return jax.lax.bitcast_convert_type(elements, self.kind).astype(dtype)
+
+    def factors(self, words: Float[Array, "*any"], place: Any, dtype: DTypeLike) -> Factors:
+        """The scale."""
+        return (words.astype(dtype),)
+
+    def values(self, numbers: Array, factors: Factors) -> Array:
+        """Numbers times their scale."""
+        return numbers * factors[0]
 
 
-def scaled(values: Float[Array, "*any C W"], scales: Scales, first: First) -> Float[Array, "*any C W"]:
+def scaled(values: Float[Array, "*any C W"], scales: Float[Array, "*any Z C"], first: int) -> Float[Array, "*any C W"]:
     """Values of slots times the first scale, or from value ``first`` on times the last one."""
-    if isinstance(scales, tuple):
-        columns = [row.astype(values.dtype)[..., None] for row in scales]
-        if isinstance(first, int) and first >= values.shape[-1]:
-            return values * columns[0]
-        return values * jnp.where(first, columns[0], columns[-1])
     scales = scales.astype(values.dtype)
-    is_first = jnp.arange(values.shape[-1]) < first if isinstance(first, int) else first
+    is_first = jnp.arange(values.shape[-1]) < first
     return values * jnp.where(is_first, scales[..., 0, :, None], scales[..., -1, :, None])
 
 

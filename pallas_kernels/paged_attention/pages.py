@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.kv_formats import SCALE, KVFormat, kv_format
+from pallas_kernels.paged_attention.slot_layout import Run, SlotLayout
 
 HOST_MEMORY = "pinned_host"
 """Memory kind of arrays in host memory that a program reads."""
@@ -39,7 +40,7 @@ class Slots(NamedTuple):
 
     Attributes:
         data: elements, [T, K, W] or [L, P, K, C, W]; in host memory where the format says so.
-        scales: [T, K, Z] or [L, P, K, Z, C], float32; None where the encoding has none.
+        scales: [T, K, Z] or [L, P, K, Z, C], words of scales, float32 or int32; None where the encoding has none.
         positions: of a pool with a retention rule, int32 [L, P, K, 1, C]: position of each slot's token, or -1.
         channels: of a pool whose pages are encoded as a whole, int32 [L, P, K, 1, H]: words of a page, such as scale
             and minimum of each channel, two float16 each.
@@ -145,9 +146,21 @@ class PageFormat:
 
     @property
     def channels(self) -> int:
-        """Channels of a page that have a scale and a minimum; 0 unless pages are encoded as a whole."""
-        found = self.kv_format
-        return found.channels(self._parts) if found.residual else 0  # pyright: ignore[reportAttributeAccessIssue]
+        """Words of a page, such as those of its channels' scales; 0 unless it is encoded as a whole.
+
+        Those of channels are padded as slots are.
+        """
+        if not (found := self.kv_format).residual:
+            return 0
+        words = found.channels(self._parts)  # pyright: ignore[reportAttributeAccessIssue]
+        return words if self.layout is None else -(-words // self.multiple) * self.multiple
+
+    @property
+    def layout(self) -> SlotLayout | None:
+        """Where the values of a slot are; None where kernels do not read them."""
+        if self.encoding == "plain":
+            return SlotLayout((Run(0, self.width, 0),))
+        return self.kv_format.layout(self._parts)
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -156,8 +169,8 @@ class PageFormat:
 
     @property
     def scales(self) -> int:
-        """Scales of a slot (Z)."""
-        return len(self.parts) * self.kv_format.scales
+        """Words of scales of a slot (Z)."""
+        return self.kv_format.scale_rows(self._parts)
 
     def stored(self, dtype: DTypeLike) -> np.dtype:
         """Dtype of the stored elements of a pool for values of ``dtype``."""
@@ -193,18 +206,18 @@ class PageFormat:
 
     def encode_page(self, page: Float[Array, "K C W"], at: Int[Array, " C"], turn: Any) -> Slots:
         """Arrays of a page that is encoded as a whole, of the tokens at these positions; see ``residual_window``."""
-        if self.kv_format.chunk:
-            return Slots(**self.kv_format.encode_page(page, self._parts, at, turn))  # pyright: ignore[reportAttributeAccessIssue]
-        numbers, words = self.kv_format.encode_page(page, self._parts)  # pyright: ignore[reportAttributeAccessIssue]
-        padding = ((0, 0), (0, 0), (0, self.stored_width - numbers.shape[-1]))
-        return Slots(jnp.pad(numbers, padding), channels=words)
+        parts = self.kv_format.encode_page(page, self._parts, at, turn)  # pyright: ignore[reportAttributeAccessIssue]
+        found = Slots(**parts)
+        missing = self.stored_width - found.data.shape[-1], self.channels - found.channels.shape[-1]
+        data, channels = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, more))) if more else x
+            for x, more in zip((found.data, found.channels), missing, strict=True)
+        )
+        return found._replace(data=data, channels=channels)
 
     def unpack(self, held: Slots, dtype: DTypeLike) -> Float[Array, "*any C W"]:
-        """Slots [*any, C, M] of pages, with scales [*any, Z, C] or channels [*any, 1, H], decoded to ``dtype``."""
-        if self.kv_format.residual:
-            decode = self.kv_format.decode_page  # pyright: ignore[reportAttributeAccessIssue]
-            return decode(held.data, held.channels, self._parts, dtype)
-        return self.kv_format.unpack(held.data, held.scales, self._parts, dtype)
+        """Slots [*any, C, M] of pages, with scales [*any, Z, C] and channels [*any, 1, H], decoded to ``dtype``."""
+        return self.kv_format.unpack(held.data, held.scales, self._parts, dtype, held.channels)
 
     def keys(self, rows: Float[Array, "*any W"]) -> Float[Array, "*any H"]:
         """Keys of slots."""
@@ -223,7 +236,7 @@ class PagePool:
     Attributes:
         rows: Shaped[Array, "L P K C M"], or its shape or sharding.
         format: format of a slot.
-        scales: Float[Array, "L P K Z C"] where the encoding has scales, or its shape or sharding.
+        scales: Shaped[Array, "L P K Z C"] where the encoding has scales, or its shape or sharding.
         positions: Int[Array, "L P K 1 C"] where a retention rule drops tokens, or its shape or sharding.
         channels, recent: where pages are encoded as a whole, see ``Slots``, or their shapes or shardings.
         scores: where a retention rule chooses by scores, see ``Slots``, or its shape or sharding.
@@ -301,7 +314,8 @@ def empty_slots(
     """Contents of an empty pool, see ``PagePool.zeros``; ring buffers have elements of ``dtype``."""
     sizes = layers, pages, format.kv_heads
     rows = jnp.zeros((*sizes, page_size, format.stored_width), format.stored(dtype))
-    scales = jnp.zeros((*sizes, format.scales, page_size), SCALE) if format.scales else None
+    words = format.kv_format.scale_dtype
+    scales = jnp.zeros((*sizes, format.scales, page_size), words) if format.scales else None
     at = jnp.full((*sizes, 1, page_size), -1, jnp.int32) if positions else None
     if not format.kv_format.residual:
         score = jnp.zeros((*sizes, 1, page_size), jnp.float32) if scores else None

@@ -11,7 +11,8 @@ Shared pages are read in a launch of their own, whose queries are those of all r
 other launch begins behind them, see ``shared_pages``.
 
 Rows of scores are a block's tokens, repeated for each of its query heads. Head dims are split into powers of two. Slots
-that are loaded are decoded piece by piece by the pages' KV cache format.
+that are loaded are decoded piece by piece, by the layout of the pages' KV cache format. Pages that are encoded as a
+whole are only read here, see ``two_phases.with_residual_window``.
 
 Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
 = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, B query heads of a program, M = Q x B rows, S
@@ -38,8 +39,15 @@ from pallas_kernels.paged_attention import config
 from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch
+from pallas_kernels.paged_attention.residual_window import Residual
+from pallas_kernels.paged_attention.slot_layout import Piece, piece_values, pieces_of
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
-from pallas_kernels.paged_attention.two_phases import AttentionPhase, in_two_phases, merge_parts
+from pallas_kernels.paged_attention.two_phases import (
+    AttentionPhase,
+    in_two_phases,
+    merge_parts,
+    with_residual_window,
+)
 
 MIN_DOT_DIM = 16
 """Smallest dimension of a Triton dot."""
@@ -60,29 +68,44 @@ def paged_attention_pallas_gpu(
     decode_only: bool,
     tree: TreeMask | None = None,
     shared: Int[Array, " R"] | None = None,
+    residual: Residual | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on GPUs: (output, pages); see ``paged_attention``.
 
     Raises:
-        NotImplementedError: a head dim is not a multiple of ``MIN_DOT_DIM``, or see ``check_format``.
+        NotImplementedError: a head dim, or a run of values of its format, is not a multiple of ``MIN_DOT_DIM``, or see
+            ``check_format``.
     """
     check_format("pallas_gpu", format, q, new, pool)
     if format.key_dim % MIN_DOT_DIM or format.value_dim % MIN_DOT_DIM:
         raise NotImplementedError(
             f"pallas_gpu takes head dims of a multiple of {MIN_DOT_DIM}, not {format.key_dim} and {format.value_dim}."
         )
+    pieces = [*_pieces(format, 0, format.key_dim), *_pieces(format, format.value_start, format.value_dim)]
+    if any(piece.size % MIN_DOT_DIM for piece in pieces):
+        raise NotImplementedError(
+            f"pallas_gpu reads {format.encoding!r} in pieces of a multiple of {MIN_DOT_DIM} values, and head dims of "
+            f"{format.key_dim} and {format.value_dim} have none; choose int8 or fp8, or implementation 'xla'."
+        )
     options = ScoreOptions(scale, window, softcap)
 
-    if shared is None:
+    if shared is None and residual is None:
         plan = _Plan.of(q, pool.data, ragged, format, options, decode_only, None)
         out, _, pool = _attend(plan, q, new, pool, layer, sinks, ragged, tree)
         return out.astype(q.dtype), pool
 
     def attend(pool: Slots, ragged: RaggedBatch, phase: AttentionPhase) -> tuple[Array, Array, Slots]:
         plan = _Plan.of(q, pool.data, ragged, format, options, decode_only, phase)
-        return _attend(plan, q, new, pool, layer, None if plan.common else sinks, ragged, None, phase.begin)
+        return _attend(plan, q, new, pool, layer, None if plan.reads_alone else sinks, ragged, None, phase)
 
-    out, pool = in_two_phases(attend, q.shape[0], pool, ragged, shared)
+    if residual is None:
+        assert shared is not None
+        out, pool = in_two_phases(attend, q.shape[0], pool, ragged, shared)
+    else:
+        out, pool = with_residual_window(
+            attend, q, new, pool, layer, sinks, ragged, residual, format=format, scale=scale, window=window,
+            softcap=softcap, decode_only=decode_only,
+        )  # fmt: skip
     return out.astype(q.dtype), pool
 
 
@@ -95,9 +118,9 @@ def _attend(
     sinks: Float[Array, " N"] | None,
     ragged: RaggedBatch,
     tree: TreeMask | None,
-    begin: Int[Array, " R"] | None = None,
+    phase: AttentionPhase | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"], Slots]:
-    """Output, logsumexp and pages; ``begin`` as in ``AttentionPhase``."""
+    """Output, logsumexp and pages."""
     tokens = ragged.tokens(q.shape[0])
     operands = {"q": q, "new": new.data, "table": ragged.page_table, "starts": ragged.starts, "kv_lens": ragged.kv_lens}
     blocks = ragged.blocks(q.shape[0], plan.tokens)
@@ -108,8 +131,10 @@ def _attend(
         operands["sinks"] = sinks.astype(jnp.float32)
     if new.scales is not None:
         operands["new_scales"] = new.scales
-    if begin is not None:
-        operands["begin"] = begin
+    if phase is not None and phase.begin is not None:
+        operands["begin"] = phase.begin
+    if phase is not None and phase.reach is not None:
+        operands["reach"] = phase.reach
     out, lse, pool = plan.call(operands, pool)
     real = tokens.real[:, None, None]
     if plan.parts == 1:
@@ -129,7 +154,8 @@ class _Plan(NamedTuple):
         slots: S, a power of two.
         parts: X.
         params: parameters of the Triton compiler.
-        common, keeps_lse: the launch is the first of two phases; it is one of them.
+        phase: "", "shared" or "encoded": which pages the launch reads alone, see ``AttentionPhase``; "own": it is the
+            second phase.
     """
 
     format: PageFormat
@@ -140,8 +166,7 @@ class _Plan(NamedTuple):
     slots: int
     parts: int
     params: plgpu.CompilerParams
-    common: bool
-    keeps_lse: bool
+    phase: str
 
     @classmethod
     def of(
@@ -151,7 +176,7 @@ class _Plan(NamedTuple):
         (t, n, _), (kv, page_size) = q.shape, rows.shape[2:4]
         blocks = config.gpu_blocks(target_device().kind, max(format.key_dim, format.value_dim), q.dtype.itemsize)
         heads = min(pl.next_power_of_2(n // kv), blocks.rows)
-        tokens, parts, common = 1, 1, phase is not None and phase.is_first
+        tokens, parts, common = 1, 1, phase is not None and phase.is_shared
         if common:
             tokens = config.block_tokens(t, 1, blocks.rows // heads)
         if decode_only:
@@ -165,7 +190,13 @@ class _Plan(NamedTuple):
         if tokens * heads < MIN_DOT_DIM:  # decode is memory-bound: empty rows are free
             tokens, heads = (tokens, MIN_DOT_DIM // tokens) if decode_only else (MIN_DOT_DIM // heads, heads)
         params = plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages)
-        return cls(format, options, n // kv, tokens, heads, blocks.slots, parts, params, common, phase is not None)
+        name = "" if phase is None else phase.name
+        return cls(format, options, n // kv, tokens, heads, blocks.slots, parts, params, name)
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether the launch writes nothing."""
+        return self.phase in ("shared", "encoded")
 
     @property
     def head_blocks(self) -> int:
@@ -173,27 +204,29 @@ class _Plan(NamedTuple):
         return -(-self.group // self.heads)
 
     @property
-    def key_pieces(self) -> list[tuple[int, int]]:
-        """(start, size) of powers of two that add up to a key; none of them has scales of two parts."""
-        first = self.format.parts[0] if self.format.latent and self.format.parts else self.format.key_dim
-        return [*pieces(first), *((first + start, size) for start, size in pieces(self.format.key_dim - first))]
+    def key_pieces(self) -> list[Piece]:
+        """Pieces that add up to a key."""
+        return _pieces(self.format, 0, self.format.key_dim)
+
+    @property
+    def value_pieces(self) -> list[Piece]:
+        """Pieces that add up to a value."""
+        return _pieces(self.format, self.format.value_start, self.format.value_dim)
 
     def call(self, operands: dict[str, Array], pool: Slots) -> tuple[Array, Array, Slots]:
         """Launches the kernel: (values, logsumexp, pages), with values and logsumexp of each part."""
         q = operands["q"]
         t, n, _ = q.shape
-        whole = self.parts > 1 or self.keeps_lse
+        whole = self.parts > 1 or self.phase != ""
         results = {
             "out": result_like(q, (self.parts, t, n, self.format.value_dim), "float32" if whole else q.dtype),
             "lse": result_like(q, (self.parts, t, n), jnp.float32),
         }
-        operands = operands | {"pool": pool.data}
-        if not self.common:
-            results["written"] = result_like(pool.data, pool.data.shape, pool.data.dtype)
-        if pool.scales is not None:
-            operands["scales"] = pool.scales
-        if pool.scales is not None and not self.common:
-            results["written_scales"] = result_like(pool.scales, pool.scales.shape, pool.scales.dtype)
+        held = {"pool": pool.data, "scales": pool.scales, "channels": pool.channels}
+        held = {name: x for name, x in held.items() if x is not None}
+        operands = operands | held
+        if not self.reads_alone:
+            results |= {f"written_{name}": result_like(x, x.shape, x.dtype) for name, x in held.items()}
         updated = len(results) - 2
         first = len(operands) - updated
         names = (*operands, *results)
@@ -211,13 +244,13 @@ class _Plan(NamedTuple):
             name=self.name,
         )
         out, lse, *written = call(*operands.values())
-        return out, lse, pool if self.common else Slots(*written)
+        return out, lse, pool if self.reads_alone else Slots(*written)
 
     @property
     def name(self) -> str:
         """Name of the kernel."""
-        if self.common:
-            return "paged_attention_shared"
+        if self.reads_alone:
+            return f"paged_attention_{self.phase}"
         return "paged_attention_decode" if self.tokens == 1 else "paged_attention"
 
 
@@ -275,25 +308,27 @@ class _Program(NamedTuple):
         begin = jnp.int32(0) if options.window is None else jnp.maximum(least - options.window + 1, 0)
         if "begin" in self.refs:
             begin = self.refs["begin"][self.request]
-        q = [self._load("q", (self.token, self.head), piece, self.real) for piece in plan.key_pieces]
-        m, value_pieces = plan.tokens * plan.heads, pieces(plan.format.value_dim)
+        reach = self._of_token("reach")[:, None] if "reach" in self.refs else None
+        q = [self._load("q", (self.token, self.head), (x.start, x.size), self.real) for x in plan.key_pieces]
+        m, value_pieces = plan.tokens * plan.heads, plan.value_pieces
 
-        def more(stop: Any, held: Callable[[Array, Array, tuple[int, int]], Array]) -> Callable[[Any, Any], Any]:
+        def more(stop: Any, held: Callable[[Array, Array], Callable[[Piece], Array]]) -> Callable[[Any, Any], Any]:
             def step(place: Any, state: Any) -> Any:
                 top, total, out = state
                 kv_pos = place + jax.lax.iota(jnp.int32, plan.slots)
                 there = kv_pos < stop
-                loaded: dict[tuple[int, int], Array] = {}
+                load, loaded = held(kv_pos, there), dict[Piece, Array]()
 
-                def slots(start: int, piece: tuple[int, int]) -> Array:
-                    piece = start + piece[0], piece[1]
+                def slots(piece: Piece) -> Array:
                     if piece not in loaded:
-                        loaded[piece] = held(kv_pos, there, piece)
+                        loaded[piece] = load(piece)
                     return loaded[piece]
 
-                keys = [slots(0, piece) for piece in plan.key_pieces]
+                keys = [slots(piece) for piece in plan.key_pieces]
                 products = functools.reduce(jnp.add, (dot(a, b, (1, 1)) for a, b in zip(q, keys, strict=True)))
                 seen = (there & (kv_pos >= begin))[None] & (kv_pos[None] <= at)
+                if reach is not None:
+                    seen = seen & (kv_pos[None] < reach)
                 if words:
                     seen = seen & jnp.logical_not(hides(words, (kv_pos - branch)[None]))
                 if options.window is not None:
@@ -301,17 +336,17 @@ class _Program(NamedTuple):
                 scores, _ = blockwise.masked_scores(products, seen, options)
                 top, total, weights, keep = blockwise.online_softmax_step(top, total, scores, axis=1)
                 weights = weights.astype(q[0].dtype)
-                values = [slots(plan.format.value_start, piece) for piece in value_pieces]
+                values = [slots(piece) for piece in value_pieces]
                 return top, total, tuple(x * keep + dot(weights, v, (1, 0)) for x, v in zip(out, values, strict=True))
 
             return step
 
-        def of_pages(kv_pos: Array, there: Array, piece: tuple[int, int]) -> Array:
+        def of_pages(kv_pos: Array, there: Array) -> Callable[[Piece], Array]:
             index = self.refs["layer"][0], self._pages(kv_pos, there), self.kv_head, kv_pos % self.refs["pool"].shape[3]
-            return self._decoded("pool", "scales", index, piece, there)
+            return self._decoded("pool", "scales", index, there)
 
-        def of_step(kv_pos: Array, there: Array, piece: tuple[int, int]) -> Array:
-            return self._decoded("new", "new_scales", (begin_batch + kv_pos - self.start, self.kv_head), piece, there)
+        def of_step(kv_pos: Array, there: Array) -> Callable[[Piece], Array]:
+            return self._decoded("new", "new_scales", (begin_batch + kv_pos - self.start, self.kv_head), there)
 
         def fold(first: Any, steps: Any, step: Any, state: Any) -> Any:
             return jax.lax.fori_loop(0, steps, lambda i, state: step(first + i * plan.slots, state), state)
@@ -320,14 +355,17 @@ class _Program(NamedTuple):
         if "sinks" in self.refs:
             sink = plgpu.load(self.refs["sinks"].at[self.head], mask=self.real, other=0.0)[:, None]
             top, total = jnp.where(self.part == 0, sink, top), jnp.where(self.part == 0, 1.0, total)
-        state = top, total, tuple(jnp.zeros((m, size), jnp.float32) for _, size in value_pieces)
+        state = top, total, tuple(jnp.zeros((m, size), jnp.float32) for _, size, *_ in value_pieces)
         # Slots of earlier steps: those of this part.
         stop = jnp.minimum(self.start, end)
+        if "reach" in self.refs:  # the last token's is the farthest
+            last = jnp.maximum(self.first + self.count - 1, 0)
+            stop = jnp.where(self.count > 0, self.refs["reach"][last], 0)
         steps = pl.cdiv(jnp.maximum(stop - begin, 0), plan.slots)
         each = pl.cdiv(steps, plan.parts)
         mine = jnp.clip(steps - self.part * each, 0, each)
         state = fold(begin + self.part * each * plan.slots, mine, more(stop, of_pages), state)
-        if not plan.common:  # the step's own slots: the last part reads them
+        if not plan.reads_alone:  # the step's own slots: the last part reads them
             own = jnp.maximum(self.start, begin)
             steps = jnp.where(self.part == plan.parts - 1, pl.cdiv(jnp.maximum(end - own, 0), plan.slots), 0)
             state = fold(own, steps, more(end, of_step), state)
@@ -335,10 +373,11 @@ class _Program(NamedTuple):
 
         safe, lse = blockwise.finish_softmax(top, total)
         for x, piece in zip(out, value_pieces, strict=True):
-            self._store("out", (self.part, self.token, self.head), piece, self.real, x / safe)
+            place = piece.start - plan.format.value_start, piece.size
+            self._store("out", (self.part, self.token, self.head), place, self.real, x / safe)
         part = jnp.broadcast_to(self.part, self.token.shape)
         plgpu.store(self.refs["lse"].at[part, self.token, self.head], lse[:, 0], mask=self.real)
-        if not plan.common:
+        if not plan.reads_alone:
             self._write(position)
 
     # Interpret mode takes either slices or one index array per dimension, all of one shape, and also accesses masked
@@ -359,23 +398,40 @@ class _Program(NamedTuple):
         zero = 0.0 if jnp.issubdtype(self.refs[name].dtype, jnp.floating) else 0
         return plgpu.load(self._at(name, index, piece), mask=mask, other=zero)
 
-    def _decoded(self, name: str, scales: str, index: tuple[Any, ...], piece: tuple[int, int], mask: Array) -> Array:
-        """Values of a piece of slots, decoded by the format of the pages."""
-        form, dtype = self.plan.format, self.refs["q"].dtype
-        tile = self._load(name, index, piece, mask)
-        if not form.parts:
-            return form.kv_format.decode(tile, None, piece[1], dtype)
-        each = form.kv_format.scales
-        part = each if piece[0] >= form.parts[0] else 0
-        rows = tuple(
-            plgpu.load(self._scale_at(scales, index, mask.shape, part + i), mask=mask, other=0.0) for i in range(each)
-        )
-        return form.kv_format.decode(tile, rows, piece[1], jnp.float32).astype(dtype)
+    def _decoded(self, name: str, scales: str, index: tuple[Any, ...], mask: Array) -> Callable[[Piece], Array]:
+        """Loads pieces of slots, decoded by the layout of the pages' format; elements of several pieces once."""
+        form, dtype, raw = self.plan.format, self.refs["q"].dtype, dict[tuple[int, int], Array]()
+        if form.encoding == "plain":
+            return lambda piece: self._load(name, index, (piece.start, piece.size), mask).astype(dtype)
+        layout, decoder = form.layout, form.kv_format
+        assert layout is not None
 
-    def _scale_at(self, name: str, index: tuple[Any, ...], shape: tuple[int, ...], number: int) -> Any:
-        """Scale ``number`` of each slot: of pages [L, P, K, Z, C], or of the step's tokens [T, K, Z]."""
+        def words(row: Any) -> Array:
+            if jnp.ndim(row) == 0:
+                return plgpu.load(self._scale_at(scales, index, mask.shape, row), mask=mask, other=0)
+            shape = *mask.shape, *row.shape
+            at = [jnp.broadcast_to(x[:, None] if jnp.ndim(x) else x, shape) for x in index]
+            at.insert(min(3, len(at)), jnp.broadcast_to(row[None], shape))
+            return plgpu.load(self.refs[scales].at[tuple(at)], mask=jnp.broadcast_to(mask[:, None], shape), other=0)
+
+        def channels(number: Array) -> Array:
+            shape, zero = (*mask.shape, *number.shape), jnp.int32(0)
+            at = [jnp.broadcast_to(x[:, None] if jnp.ndim(x) else x, shape) for x in (*index[:3], zero)]
+            at.append(jnp.broadcast_to(number[None], shape))
+            return plgpu.load(self.refs["channels"].at[tuple(at)], mask=jnp.broadcast_to(mask[:, None], shape), other=0)
+
+        def load(piece: Piece) -> Array:
+            place = piece.element, piece.size
+            if place not in raw:
+                raw[place] = self._load(name, index, place, mask)
+            return piece_values(decoder, layout, piece, raw[place], words, channels, dtype)  # pyright: ignore[reportArgumentType]
+
+        return load
+
+    def _scale_at(self, name: str, index: tuple[Any, ...], shape: tuple[int, ...], number: Any) -> Any:
+        """Word ``number`` of each slot's scales: of pages [L, P, K, Z, C], or of the step's tokens [T, K, Z]."""
         rows = [jnp.broadcast_to(x, shape) for x in index]
-        rows.insert(3 if len(rows) > 3 else len(rows), jnp.full(shape, number, jnp.int32))
+        rows.insert(min(3, len(rows)), jnp.full(shape, number, jnp.int32))
         return self.refs[name].at[tuple(rows)]
 
     def _store(self, name: str, index: tuple[Any, ...], piece: tuple[int, int], mask: Array, value: Array) -> None:
@@ -397,11 +453,17 @@ class _Program(NamedTuple):
         at = position + place
         target = self.refs["layer"][0], self._pages(at, mask), self.kv_head, at % self.refs["pool"].shape[3]
         source = self.first + place, self.kv_head
-        for piece in pieces(plan.format.width):
-            self._store("written", target, piece, mask, self._load("new", source, piece, mask))
+        for piece in pieces(plan.format.stored_width):
+            self._store("written_pool", target, piece, mask, self._load("new", source, piece, mask))
         for number in range(plan.format.scales):
-            scale = plgpu.load(self._scale_at("new_scales", source, mask.shape, number), mask=mask, other=0.0)
+            scale = plgpu.load(self._scale_at("new_scales", source, mask.shape, number), mask=mask, other=0)
             plgpu.store(self._scale_at("written_scales", target, mask.shape, number), scale, mask=mask)
+
+
+def _pieces(format: PageFormat, start: int, size: int) -> list[Piece]:
+    """Pieces of a slot that add up to consecutive values."""
+    assert format.layout is not None
+    return pieces_of(format.layout, start, size)
 
 
 def pieces(width: int) -> list[tuple[int, int]]:

@@ -12,12 +12,14 @@ token (decode) processes only its own rows, however many the others have.
 Shared pages are read in a call of their own, whose queries are those of all requests and which writes nothing; the
 other call begins behind them, see ``shared_pages``.
 
-Quantised pages come with a page of scales each, and a tile is decoded by the pages' KV cache format once it is in VMEM.
-The scales of a page are one tile: those of a block's own tokens are merged into the pages of scales that it writes to.
+Quantised pages come with a page of scales each, and a tile is decoded by the layout of the pages' KV cache format once
+it is in VMEM. The scales of a page are one tile: those of a block's own tokens are merged into the pages of scales that
+it writes to. Pages that are encoded as a whole are only read here, see ``two_phases.with_residual_window``.
 
 Legend: L layers, P pages, K kv heads, C slots of a page, W elements of a slot, R requests, T tokens, N query heads, G
 = N / K, H head dim of keys, V of values, I blocks, Q tokens of a block, M = Q x G rows, U slots of a tile, A slots of
-the tiles that a block writes to, E pages that it writes to, J pages fetched at once, S = J x C, Z scales of a slot.
+the tiles that a block writes to, E pages that it writes to, J pages fetched at once, S = J x C, Z words of a slot's
+scales.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ from pallas_kernels.paged_attention import config
 from pallas_kernels.paged_attention.kernel_support import check_format
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
+from pallas_kernels.paged_attention.residual_window import Residual
+from pallas_kernels.paged_attention.slot_layout import decode_lanes
 from pallas_kernels.paged_attention.tree_mask import TreeMask, hides
-from pallas_kernels.paged_attention.two_phases import AttentionPhase, in_two_phases
+from pallas_kernels.paged_attention.two_phases import AttentionPhase, in_two_phases, with_residual_window
 
 LANES = 128
 MAX_UNROLLED = 2**17
@@ -64,6 +68,7 @@ def paged_attention_pallas_tpu(
     decode_only: bool,
     tree: TreeMask | None = None,
     shared: Int[Array, " R"] | None = None,
+    residual: Residual | None = None,
 ) -> tuple[Float[Array, "T N V"], Slots]:
     """Paged attention on TPUs: (output, pages); see ``paged_attention``.
 
@@ -88,19 +93,27 @@ def paged_attention_pallas_tpu(
         )
     options = ScoreOptions(scale, window, softcap)
 
-    if shared is None:
+    if shared is None and residual is None:
         plan = _Plan.of(q, rows, format, options, None if decode_only else ragged.requests, None)
         out, _, pool = _attend(plan, q, new, pool, layer, sinks, ragged, tree)
         return out, pool
 
     def attend(pool: Slots, ragged: RaggedBatch, phase: AttentionPhase) -> tuple[Array, Array, Slots]:
-        plan = _Plan.of(q, rows, format, options, ragged.requests if phase.is_first else None, phase)
-        sink = None if phase.is_first else sinks
-        out, lse, pool = _attend(plan, q, new, pool, layer, sink, ragged, None, phase.begin)
+        single = decode_only and not phase.is_shared
+        plan = _Plan.of(q, rows, format, options, None if single else ragged.requests, phase)
+        sink = None if phase.reads_alone else sinks
+        out, lse, pool = _attend(plan, q, new, pool, layer, sink, ragged, None, phase)
         assert lse is not None
         return out, lse, pool
 
-    out, pool = in_two_phases(attend, q.shape[0], pool, ragged, shared)
+    if residual is None:
+        assert shared is not None
+        out, pool = in_two_phases(attend, q.shape[0], pool, ragged, shared)
+    else:
+        out, pool = with_residual_window(
+            attend, q, new, pool, layer, sinks, ragged, residual, format=format, scale=scale, window=window,
+            softcap=softcap, decode_only=decode_only,
+        )  # fmt: skip
     return out.astype(q.dtype), pool
 
 
@@ -113,18 +126,19 @@ def _attend(
     sinks: Float[Array, " N"] | None,
     ragged: RaggedBatch,
     tree: TreeMask | None,
-    begin: Int[Array, " R"] | None = None,
+    phase: AttentionPhase | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"] | None, Slots]:
-    """Output, logsumexp in one of two phases, and pages; ``begin`` as in ``AttentionPhase``."""
+    """Output, logsumexp in one of two phases, and pages."""
     format = plan.format
     blocks = ragged.blocks(q.shape[0], plan.tokens)
-    if plan.common:  # all slots before the tokens are seen, by all of them
+    if phase is not None and phase.is_shared:  # all slots before the tokens are seen, by all of them
         blocks = blocks._replace(position=jnp.broadcast_to(ragged.offsets, blocks.position.shape))
     operands = {"q": plan.queries(q, blocks)}
-    if not plan.common:
+    if not plan.reads_alone:
         operands["new"] = plan.own(new.data, blocks)
-    if new.scales is not None and not plan.common:
+    if new.scales is not None and not plan.reads_alone:
         values = format.unpack(Slots(new.data[:, :, None], new.scales[..., None]), jnp.float32)[:, :, 0]
+        values = jnp.pad(values, ((0, 0), (0, 0), (0, plan.width - format.width)))
         operands["own"] = plan.own(values.astype(q.dtype), blocks)
         operands["new_scales"] = plan.own_scales(new.scales, blocks)
     operands["row_token"] = jnp.repeat(jnp.arange(plan.tokens, dtype=jnp.int32), plan.group)[:, None]
@@ -133,8 +147,11 @@ def _attend(
     if tree is not None:
         operands["hidden"] = plan.hidden(tree, blocks)
     scalars = {} if tree is None else {"first": tree.first[blocks.request]}
-    if begin is not None:
-        scalars["begin"] = begin[blocks.request]
+    if phase is not None and phase.begin is not None:
+        scalars["begin"] = phase.begin[blocks.request]
+    if phase is not None and phase.reach is not None:
+        operands["reach"] = plan.by_row(phase.reach[:, None], blocks)
+        scalars["stop"] = phase.reach[jnp.clip(blocks.first + blocks.tokens - 1, 0, q.shape[0] - 1)]
     out, lse, pool = plan.call(operands, pool, layer, ragged, blocks, scalars)
     values = plan.by_token(out, ragged, q.shape[0])[..., plan.own_values]
     return values, None if lse is None else plan.by_token(lse, ragged, q.shape[0])[..., 0], pool
@@ -152,7 +169,8 @@ class _Plan(NamedTuple):
         tile: U.
         heads: kv heads of one grid step; other cores process the rest.
         vmem_bytes: see ``config.PagedTpuBlocks``.
-        common, keeps_lse: the call is the first of two phases; it is one of them, and returns the logsumexp.
+        phase: "", "shared" or "encoded": which pages the call reads alone, see ``AttentionPhase``; "own": it is the
+            second phase. In a phase it returns the logsumexp.
     """
 
     format: PageFormat
@@ -164,8 +182,7 @@ class _Plan(NamedTuple):
     tile: int
     heads: int
     vmem_bytes: int | None
-    common: bool
-    keeps_lse: bool
+    phase: str
 
     @classmethod
     def of(
@@ -184,11 +201,23 @@ class _Plan(NamedTuple):
         tokens = 1 if requests is None else config.block_tokens(t, requests, blocks.rows // n)
         slots = min(blocks.slots, blocks.scores // (tokens * (n // kv)), blocks.buffer_bytes // (heads * width * item))
         pages = config.power_of_two(slots // page_size)
-        common = phase is not None and phase.is_first
-        return cls(
-            format, options, page_size, n // kv, tokens, pages, 32 // item, heads, blocks.vmem_bytes, common,
-            phase is not None,
-        )  # fmt: skip
+        name = "" if phase is None else phase.name
+        return cls(format, options, page_size, n // kv, tokens, pages, 32 // item, heads, blocks.vmem_bytes, name)
+
+    @property
+    def reads_alone(self) -> bool:
+        """Whether the call writes nothing."""
+        return self.phase in ("shared", "encoded")
+
+    @property
+    def keeps_lse(self) -> bool:
+        """Whether it returns the logsumexp."""
+        return self.phase != ""
+
+    @property
+    def width(self) -> int:
+        """Values of a decoded slot, up to whole registers (W)."""
+        return round_up(self.format.width, LANES)
 
     @property
     def m(self) -> int:
@@ -206,13 +235,13 @@ class _Plan(NamedTuple):
     @property
     def key_lanes(self) -> int:
         """Width of the part of a slot that is multiplied by queries."""
-        return self.format.key_dim if self.format.key_dim % LANES == 0 else self.format.width
+        return self.format.key_dim if self.format.key_dim % LANES == 0 else self.width
 
     @property
     def value_lanes(self) -> slice:
         """Part of a slot that is accumulated as values."""
         start = self.format.value_start
-        return slice(start, start + self.format.value_dim) if start % LANES == 0 else slice(0, self.format.width)
+        return slice(start, start + self.format.value_dim) if start % LANES == 0 else slice(0, self.width)
 
     def queries(self, q: Float[Array, "T N H"], blocks: TokenBlocks) -> Float[Array, "I K M H2"]:
         """Queries of each block, row by row: token by token, and inside a token the heads that share a kv head."""
@@ -227,7 +256,7 @@ class _Plan(NamedTuple):
         """Most pages that a block of tokens writes to (E)."""
         return (self.tokens + self.page_size - 2) // self.page_size + 1
 
-    def own_scales(self, scales: Float[Array, "T K Z"], blocks: TokenBlocks) -> Float[Array, "I K E Z C"]:
+    def own_scales(self, scales: Shaped[Array, "T K Z"], blocks: TokenBlocks) -> Shaped[Array, "I K E Z C"]:
         """Scales of each block's own tokens, placed as in the pages that they belong to; zeros elsewhere."""
         offset = blocks.position % self.page_size
         place = jnp.arange(self.own_pages * self.page_size, dtype=jnp.int32) - offset[:, None]
@@ -247,7 +276,10 @@ class _Plan(NamedTuple):
 
     def hidden(self, tree: TreeMask, blocks: TokenBlocks) -> Int[Array, "I M E1"]:
         """Words of the tree mask for each row of a block, and after them how far its position is behind its slot."""
-        each = jnp.concatenate([tree.hidden, tree.behind[:, None]], axis=1)
+        return self.by_row(jnp.concatenate([tree.hidden, tree.behind[:, None]], axis=1), blocks)
+
+    def by_row(self, each: Int[Array, "T X"], blocks: TokenBlocks) -> Int[Array, "I M X"]:
+        """Numbers of each token for each row of a block."""
         each = each[jnp.clip(blocks.first[:, None] + jnp.arange(self.tokens), 0, each.shape[0] - 1)]
         return jnp.repeat(each, self.group, axis=1)
 
@@ -275,7 +307,8 @@ class _Plan(NamedTuple):
         of_blocks: dict[str, Int[Array, " I"]],
     ) -> tuple[Float[Array, "I K M V2"], Float[Array, "I K M 1"] | None, Slots]:
         """Runs the kernel at every block, for the kv heads of every core; ``of_blocks``: further scalars of blocks."""
-        updated = [x for x in (pool.data, pool.scales) if x is not None]
+        held = {"pool": pool.data, "scales": pool.scales, "channels": pool.channels}
+        held = {name: x for name, x in held.items() if x is not None}
         columns, numbers = ragged.page_table.shape[1], pool.data.shape[1]
         table = jnp.clip(ragged.page_table, 0, numbers - 1).reshape(-1)  # unused entries may be anything
         scalars = {
@@ -289,8 +322,8 @@ class _Plan(NamedTuple):
         width = self.value_lanes.stop - self.value_lanes.start
         dtype = pool.data.dtype
         scratch = {
-            "buffer": pltpu.VMEM((2, self.pages, self.heads, self.page_size, self.format.width), dtype),
-            "tiles": pltpu.VMEM((self.own_slots // self.tile, self.heads, self.tile, self.format.width), dtype),
+            "buffer": pltpu.VMEM((2, self.pages, self.heads, self.page_size, self.format.stored_width), dtype),
+            "tiles": pltpu.VMEM((self.own_slots // self.tile, self.heads, self.tile, self.format.stored_width), dtype),
             "top": pltpu.VMEM((self.heads, self.m, 1), jnp.float32),
             "total": pltpu.VMEM((self.heads, self.m, 1), jnp.float32),
             "acc": pltpu.VMEM((self.heads, self.m, width), jnp.float32),
@@ -300,14 +333,14 @@ class _Plan(NamedTuple):
         made = {"out": (width, jnp.float32 if self.keeps_lse else operands["q"].dtype)}
         if self.keeps_lse:
             made["lse"] = 1, jnp.float32
-        results = ["pool"]
         if pool.scales is not None:
             page = (self.heads, self.format.scales, self.page_size)
-            scratch["scale_buffer"] = pltpu.VMEM((2, self.pages, *page), jnp.float32)
-            scratch["scale_tiles"] = pltpu.VMEM((self.own_pages, *page), jnp.float32)
-            results.append("scales")
-        read = results if self.common else [f"_{name}" for name in results]
-        written = [] if self.common else results
+            scratch["scale_buffer"] = pltpu.VMEM((2, self.pages, *page), pool.scales.dtype)
+            scratch["scale_tiles"] = pltpu.VMEM((self.own_pages, *page), pool.scales.dtype)
+        if pool.channels is not None:
+            scratch["channel_buffer"] = pltpu.VMEM((2, self.pages, self.heads, 1, self.format.channels), jnp.int32)
+        read = list(held) if self.reads_alone else [f"_{name}" for name in held]
+        written = [] if self.reads_alone else list(held)
         names = (*scalars, *operands, *read, *made, *written, *scratch)
 
         def body(*refs: Any) -> None:
@@ -319,12 +352,12 @@ class _Plan(NamedTuple):
             body,
             out_shape=[
                 *(result_like(operands["q"], (*operands["q"].shape[:3], x), dtype) for x, dtype in made.values()),
-                *(result_like(x, x.shape, x.dtype) for x in updated[: len(written)]),
+                *(result_like(x, x.shape, x.dtype) for x in list(held.values())[: len(written)]),
             ],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=(cores, blocks.request.shape[0]),
-                in_specs=[*(self._spec(name, x.shape) for name, x in operands.items()), *(anywhere for _ in updated)],
+                in_specs=[*(self._spec(name, x.shape) for name, x in operands.items()), *(anywhere for _ in held)],
                 out_specs=[
                     *(self._spec(name, (*operands["q"].shape[:3], x)) for name, (x, _) in made.items()),
                     *(anywhere for _ in written),
@@ -338,15 +371,15 @@ class _Plan(NamedTuple):
             interpret=interpret_tpu(),
             name=self.name,
         )
-        found = call(*scalars.values(), *operands.values(), *updated)
-        after = pool if self.common else Slots(*found[len(made) :])
+        found = call(*scalars.values(), *operands.values(), *held.values())
+        after = pool if self.reads_alone else Slots(*found[len(made) :])
         return found[0], found[1] if self.keeps_lse else None, after
 
     @property
     def name(self) -> str:
         """Name of the kernel."""
-        if self.common:
-            return "paged_attention_shared"
+        if self.reads_alone:
+            return f"paged_attention_{self.phase}"
         return "paged_attention_decode" if self.tokens == 1 else "paged_attention"
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -354,7 +387,7 @@ class _Plan(NamedTuple):
             return pl.BlockSpec(shape, lambda core, i, *_: (0, 0))
         if name == "sink":
             return pl.BlockSpec((self.heads, *shape[1:]), lambda core, i, *_: (core, 0, 0))
-        if name == "hidden":
+        if name in ("hidden", "reach"):
             return pl.BlockSpec((None, *shape[1:]), lambda core, i, *_: (i, 0, 0))
         rest = (0,) * (len(shape) - 2)
         return pl.BlockSpec((None, self.heads, *shape[2:]), lambda core, i, *_: (i, core, *rest))
@@ -369,6 +402,7 @@ class _Step:
         tokens, position: number of tokens of the block, and position of its first token.
         first: slot of the tree's first token; without a tree the block's.
         begin: first visible position (sliding window, or behind the shared pages).
+        stop: the slot behind the last one that is read from pages.
         scaled: whether the pages are quantised.
     """
 
@@ -382,6 +416,7 @@ class _Step:
         self.begin = 0 if window is None else jnp.maximum(least - window + 1, 0)
         if "begin" in refs:
             self.begin = refs["begin"][block]
+        self.stop = refs["stop"][block] if "stop" in refs else self.position
         self.head = pl.program_id(0) * plan.heads
         self.scaled = "scales" in refs
 
@@ -419,7 +454,7 @@ class _Step:
         top[...], total[...] = blockwise.init_softmax(sink, top.shape)
         acc[...] = jnp.zeros_like(acc)
         first = self.begin // plan.page_size
-        stop = (self.position + plan.page_size - 1) // plan.page_size
+        stop = (self.stop + plan.page_size - 1) // plan.page_size
         steps = (stop - first + plan.pages - 1) // plan.pages
 
         @pl.when(steps > 0)
@@ -437,33 +472,41 @@ class _Step:
             at = column * plan.page_size
             held = refs["buffer"].at[buffer]
             scales: Any = refs["scale_buffer"].at[buffer] if self.scaled else None
+            channels: Any = refs["channel_buffer"].at[buffer] if "channels" in refs else None
 
             # Slots behind the last token may hold nan, and 0 * nan is nan.
             @pl.when(i + 1 == steps)
             def _() -> None:
-                shape = plan.pages, plan.page_size, plan.format.width
+                shape = plan.pages, plan.page_size, plan.format.stored_width
                 page, slot = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-                filled = at + page * plan.page_size + slot < self.position
+                filled = at + page * plan.page_size + slot < self.stop
                 page, slot = (jax.lax.broadcasted_iota(jnp.int32, shape[:2], axis) for axis in (0, 1))
-                filled_slots = at + page * plan.page_size + slot < self.position
+                filled_slots = at + page * plan.page_size + slot < self.stop
 
                 def clean(head: Any) -> None:
                     held[:, head] = jnp.where(filled, held[:, head], 0)
                     for z in range(plan.format.scales):
                         scales[:, head, z] = jnp.where(filled_slots, scales[:, head, z], 0)
+                    if channels is not None:
+                        page = jax.lax.broadcasted_iota(jnp.int32, (plan.pages, 1, plan.format.channels), 0)
+                        filled_pages = at + page * plan.page_size < self.stop
+                        channels[:, head] = jnp.where(filled_pages, channels[:, head], 0)
 
                 self._each_head(clean, filled.size)
 
             def slots(head: Any) -> Array:
                 tile = held[:, head]
-                if self.scaled:
-                    tile = self._decode(tile, tuple(scales[:, head, z] for z in range(plan.format.scales)))
-                return tile.reshape(-1, plan.format.width)
+                if (layout := plan.format.layout) is not None and self.scaled:
+                    words = None if channels is None else channels[:, head]
+                    decoder: Any = plan.format.kv_format
+                    tile = decode_lanes(decoder, layout, tile, lambda z: scales[:, head, z], words, LANES, plan.width)
+                    tile = tile.astype(refs["q"].dtype)
+                return tile.reshape(-1, plan.width)
 
-            self._block(m, slots, at, self.position)
+            self._block(m, slots, at, self.stop)
 
         jax.lax.fori_loop(0, steps, more, None)
-        if not plan.common:
+        if not plan.reads_alone:
             aligned = self.position - jax.lax.rem(self.position, plan.tile)
             own = refs["own" if self.scaled else "new"]
             self._block(m, lambda head: own[head], aligned, self.position + self.tokens, self.position)
@@ -485,6 +528,8 @@ class _Step:
         count = plan.own_slots if isinstance(start, jax.Array) else plan.pages * plan.page_size
         at = at + jax.lax.broadcasted_iota(jnp.int32, (1, count), 1)
         seen = (at >= start) & (at < stop) & (at <= place)
+        if "reach" in refs:
+            seen = seen & (at < refs["reach"][:m])
         if "hidden" in refs:
             *words, behind = (refs["hidden"][:m, i : i + 1] for i in range(refs["hidden"].shape[1]))
             seen = seen & jnp.logical_not(hides(words, at - self.first))
@@ -522,15 +567,15 @@ class _Step:
         """Starts the DMA of the next pages into ``buffer``, or waits for it."""
         plan, refs = self.plan, self.refs
 
+        buffers = {"pool": "buffer", "scales": "scale_buffer", "channels": "channel_buffer"}
+
         def page(j: Any, _: None) -> None:
             number = refs["table"][self.row + column + j]
-            source = refs["pool"].at[self.layer, number, pl.ds(self.head, plan.heads)]
-            copy = pltpu.make_async_copy(source, refs["buffer"].at[buffer, j], refs["fetched"].at[buffer])
-            copy.wait() if wait else copy.start()
-            if self.scaled:
-                source = refs["scales"].at[self.layer, number, pl.ds(self.head, plan.heads)]
-                copy = pltpu.make_async_copy(source, refs["scale_buffer"].at[buffer, j], refs["fetched"].at[buffer])
-                copy.wait() if wait else copy.start()
+            for name, target in buffers.items():
+                if name in refs:
+                    source = refs[name].at[self.layer, number, pl.ds(self.head, plan.heads)]
+                    copy = pltpu.make_async_copy(source, refs[target].at[buffer, j], refs["fetched"].at[buffer])
+                    copy.wait() if wait else copy.start()
 
         jax.lax.fori_loop(0, jnp.minimum(plan.pages, stop - column), page, None)
 
@@ -548,27 +593,19 @@ class _Step:
     def _each_tile(self, action: Any) -> None:
         plan = self.plan
         offset = jax.lax.rem(self.position, plan.tile)
-        for i in range(0 if plan.common else plan.own_slots // plan.tile):
+        for i in range(0 if plan.reads_alone else plan.own_slots // plan.tile):
             pl.when(i * plan.tile < offset + self.tokens)(functools.partial(action, i))
 
     def _merge(self, i: int) -> None:
         """Merges the block's own slots into tile ``i``, which has been read, and starts to write it back."""
         plan, refs = self.plan, self.refs
-        shape = plan.heads, plan.tile, plan.format.width
+        shape = plan.heads, plan.tile, plan.format.stored_width
         place = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + i * plan.tile
         place = place - jax.lax.rem(self.position, plan.tile)
         mine = (place >= 0) & (place < self.tokens)
         own = refs["new"][:, i * plan.tile : (i + 1) * plan.tile]
         refs["tiles"][i] = jnp.where(mine, own, refs["tiles"][i])
         self._tile(i, read=False).start()
-
-    def _decode(self, tile: Array, scales: tuple[Array, ...]) -> Array:
-        """Values of a tile of slots, in the dtype of the queries."""
-        form = self.plan.format
-        first: Any = form.width
-        if len(form.parts) > 1:
-            first = jax.lax.broadcasted_iota(jnp.int32, (1, form.width), 1) < form.parts[0]
-        return form.kv_format.decode(tile, scales, first, jnp.float32).astype(self.refs["q"].dtype)
 
     def _scale_page(self, i: int, read: bool) -> Any:
         """DMA of scales: of page ``i`` of those that the block writes to, from the pool (``read``), or back to it."""
@@ -583,7 +620,7 @@ class _Step:
         """Calls ``action(i)`` for each page that the block writes to, if the pages have scales."""
         plan = self.plan
         offset = jax.lax.rem(self.position, plan.page_size)
-        for i in range(plan.own_pages if self.scaled and not plan.common else 0):
+        for i in range(plan.own_pages if self.scaled and not plan.reads_alone else 0):
             pl.when(i * plan.page_size < offset + self.tokens)(functools.partial(action, i))
 
     def _merge_scales(self, i: int) -> None:

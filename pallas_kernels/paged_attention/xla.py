@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels._pallas import MASK_VALUE
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenBlocks
 from pallas_kernels.paged_attention.reference import write
@@ -47,7 +48,8 @@ def read_unit(page_size: int) -> int:
 
 
 _State = tuple[Array, Any]
-"""Output of the rows so far, [T2, N, V]; scores of the entries where a rule chooses by them, else None."""
+"""Output of the rows so far, [T2, N, V]; scores of the entries where a rule chooses by them, or the logsumexp of the
+rows so far, [T2, N], where a kernel reads the pages, else None."""
 
 
 class _Problem(NamedTuple):
@@ -65,6 +67,8 @@ class _Problem(NamedTuple):
     heads: int
     common: tuple[Int[Array, " R"], SoftmaxState] | None = None
     """Shared pages of each request, and the softmax over them of each row, [T K G *]."""
+    without_pages: bool = False
+    """A kernel reads the encoded pages: the tokens in full precision alone are read."""
 
 
 def paged_attention_xla(
@@ -118,10 +122,50 @@ def paged_attention_xla(
     return out[:t], pool
 
 
+def attend_in_full_precision(
+    q: Float[Array, "T N H"],
+    step: ResidualStep,
+    pool: Slots,
+    layer: Int[Array, ""],
+    sinks: Float[Array, " N"] | None,
+    ragged: RaggedBatch,
+    *,
+    format: PageFormat,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    decode_only: bool,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """(output, logsumexp) over the tokens in full precision alone, float32; see ``two_phases.with_residual_window``.
+
+    The logsumexp is ``-MASK_VALUE`` where there is none, and for padding.
+    """
+    t, n, _ = q.shape
+    problem = _Problem(
+        pool, layer, sinks, ragged, format, scale, window, softcap, None, step, None, n, without_pages=True
+    )
+    size = min(BLOCK_TOKENS, t)
+    q = jnp.pad(q.astype(jnp.float32), ((0, size), (0, 0), (0, 0)))
+    out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, format.value_dim))
+    state = out, jnp.full_like(q[:, :, 0], -MASK_VALUE)
+    alone = jnp.where(ragged.lengths == 1, 1, 0)
+    state = _attend(problem, q, state, ragged.blocks(t, 1, alone), 1)
+    if not decode_only and t > 1:
+        state = _attend(problem, q, state, ragged.blocks(t, size, jnp.where(alone == 1, 0, ragged.lengths)), size)
+    return state[0][:t], state[1][:t]
+
+
 def _attend(problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks: TokenBlocks, size: int) -> _State:
     """The state with the output of these blocks' rows, and what they add to scores; blocks have ``size`` tokens."""
     kv = problem.pool.data.shape[2]
     rule = None if problem.retention is None else by_scores(problem.retention.rule)
+
+    def put(rows: Array, values: Array, block: TokenBlocks) -> Array:
+        """Rows with those of a block replaced."""
+        before = jax.lax.dynamic_slice_in_dim(rows, block.first, size)
+        there = (jnp.arange(size) < block.tokens).reshape(-1, *(1,) * (rows.ndim - 1))
+        values = jnp.where(there, values.astype(rows.dtype), before)
+        return jax.lax.dynamic_update_slice_in_dim(rows, values, block.first, 0)
 
     def one(i: Array, state: _State) -> _State:
         out, scores = state
@@ -130,10 +174,10 @@ def _attend(problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks:
         values, top, total = _block(problem, part, block, size)
         if rule is not None and rule.observed and scores is not None:
             scores = _collect(problem, rule, scores, part, block, top, total)
-        values = _ungroup(values, size).astype(out.dtype)
-        before = jax.lax.dynamic_slice_in_dim(out, block.first, size)
-        values = jnp.where((jnp.arange(size) < block.tokens)[:, None, None], values, before)
-        return jax.lax.dynamic_update_slice_in_dim(out, values, block.first, 0), scores
+        if problem.without_pages:
+            lse = jnp.where(total > 0.0, top + jnp.log(jnp.where(total > 0.0, total, 1.0)), -MASK_VALUE)
+            scores = put(scores, _ungroup(lse, size)[..., 0], block)
+        return put(out, _ungroup(values, size), block), scores
 
     return jax.lax.fori_loop(0, blocks.live, one, state)
 
@@ -268,7 +312,7 @@ def _block(
             pages, q, position, encoded, begin, reach, size=size, softcap=problem.softcap, window=problem.window,
             update=update, state=state,
         )  # fmt: skip
-    else:
+    elif not problem.without_pages:
         state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
     if step is not None:
         state = _over_residual(problem, step, block, size, in_full_precision, state)
@@ -358,7 +402,7 @@ def _read(
         starts = problem.layer, number, zero
         held = cut(problem.pool.data, (*starts, within, zero), (1, 1, kv, size, width))[0, 0]
         scales = None
-        if form.parts:
+        if form.scales:
             scales = cut(problem.pool.scales, (*starts, zero, within), (1, 1, kv, form.scales, size))[0, 0]
         channels = None
         if form.channels:

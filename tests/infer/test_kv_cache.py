@@ -266,10 +266,10 @@ def test_whole_pages_are_not_split_over_context():
 
 @pytest.mark.parametrize(
     ("kv", "each"),
-    [("int4", 2 * (8 // 2 + 4)), ("bfp4", 2 * (8 // 2 + 1)), ("kivi4", 16 // 2 + 4 + 1), ("kivi2", 16 // 4 + 4 + 1)],
+    [("int4", 2 * (8 // 2 + 4)), ("bfp4", 2 * (8 // 2 + 4)), ("kivi4", 16 // 2 + 4 + 1), ("kivi2", 16 // 4 + 4 + 1)],
 )
 def test_bytes_of_a_token(kv, each):
-    """Of 2 layers and 2 kv heads of 8; a channel of a page of 32 tokens has 4 bytes."""
+    """Of 2 layers and 2 kv heads of 8; a channel of a page of 32 tokens has 4 bytes, and so have up to 4 exponents."""
     (group,) = layer_groups(engines.model_of("llama", "float64"), kv)
     assert group.lossy
     assert group.token_bytes() == 2 * 2 * each

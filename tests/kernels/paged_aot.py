@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.paged_attention import PageFormat, PagePool, TreeMask, paged_attention
+from pallas_kernels.paged_attention import PageFormat, PagePool, Slots, TreeMask, paged_attention
+from pallas_kernels.paged_attention.pages import empty_slots
+from pallas_kernels.paged_attention.residual_window import Residual
 from sharding.isolate import run_isolated
 from sharding.topology import Topology
 
@@ -50,6 +52,11 @@ class Shape:
     @property
     def format(self) -> PageFormat:
         return PageFormat(self.k, self.h, self.v or self.h, self.latent, self.encoding, self.multiple)
+
+    @property
+    def in_rings(self) -> bool:
+        """Whether the latest tokens are in ring buffers."""
+        return self.format.kv_format.residual > 0
 
 
 def mixed(shape: Shape, **changes: Any) -> Shape:
@@ -92,6 +99,16 @@ QUANTISED = {
     "Llama-3-8B, mixed, fp8": mixed(dataclasses.replace(_LLAMA, page=64, encoding="fp8")),
     "gpt-oss-20b, mixed, int8": mixed(dataclasses.replace(_GPT_OSS, page=64, encoding="int8")),
     "DeepSeek-V3, decode, fp8": dataclasses.replace(_MLA, encoding="fp8"),
+    "Llama-3-8B, decode, int4": dataclasses.replace(_LLAMA, page=128, encoding="int4"),
+    "Llama-3-8B, decode, bfp4": dataclasses.replace(_LLAMA, page=128, encoding="bfp4"),
+    "Llama-3-8B, decode, kivi4": dataclasses.replace(_LLAMA, page=128, encoding="kivi4"),
+    "Llama-3-8B, decode, kivi2": dataclasses.replace(_LLAMA, page=128, encoding="kivi2"),
+    "Llama-3-8B, mixed, int4": mixed(_LLAMA, page=64, encoding="int4"),
+    "Llama-3-8B, mixed, kivi2": mixed(_LLAMA, page=64, encoding="kivi2"),
+    "gpt-oss-20b, mixed, bfp4": mixed(_GPT_OSS, page=64, encoding="bfp4"),
+    "gpt-oss-20b, decode, kivi4": dataclasses.replace(_GPT_OSS, page=64, encoding="kivi4"),
+    "DeepSeek-V3, decode, int4": dataclasses.replace(_MLA, encoding="int4"),
+    "DeepSeek-V3, an eighth of the heads, mixed, bfp4": mixed(dataclasses.replace(_MLA, n=16, encoding="bfp4")),
 }
 """With quantised pages."""
 TWO_PHASES = {
@@ -116,26 +133,31 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
         full = [size * n if i == split else size for i, size in enumerate(shape)]
         return jax.ShapeDtypeStruct(tuple(full), dtype, sharding=NamedSharding(mesh, spec))
 
-    sizes = LAYERS, x.held // x.page, x.k
-    pages = [array(*sizes, x.page, form.stored_width, split=1, dtype=str(form.stored(x.dtype)))]
-    pages += [array(*sizes, form.scales, x.page, split=1, dtype="float32")] if form.scales else []
+    def zeros() -> Slots:
+        return empty_slots(
+            form, layers=LAYERS, pages=x.held // x.page, page_size=x.page, dtype=x.dtype, sequences=x.requests
+        )  # fmt: skip
+
+    held, structure = jax.tree.flatten(jax.eval_shape(zeros))
+    pages = [array(*one.shape, split=1, dtype=str(one.dtype)) for one in held]
     arguments = [*pages, array(x.tokens, x.n, x.h), array(x.tokens, x.k, x.h)]
     arguments += [] if x.latent else [array(x.tokens, x.k, form.value_dim)]
     arguments += [array(size, dtype="int32") for size in (x.requests + 1, x.requests)]
     arguments += [array(x.requests, -(-x.longest // x.page), dtype="int32"), array(dtype="int32", split=None)]
     arguments += [array(x.tokens, x.words, dtype="int32"), array(x.requests, dtype="int32")] if x.words else []
-    arguments += [array(x.requests, dtype="int32")] if x.two_phase else []
+    arguments += [array(x.requests, dtype="int32")] * (x.two_phase + 2 * x.in_rings)
     specs = tuple(argument.sharding.spec for argument in arguments)
 
     def step(*given: Any) -> Any:
-        (rows, *scales), (q, k, *rest) = given[: len(pages)], given[len(pages) :]
+        pool, (q, k, *rest) = jax.tree.unflatten(structure, given[: len(pages)]), given[len(pages) :]
         v, (starts, lens, table, layer, *tree) = (None, rest) if x.latent else (rest[0], rest[1:])
+        residual = Residual(tree.pop(), tree.pop()) if x.in_rings else None
         shared = tree.pop() if x.two_phase else None
         out, pool = paged_attention(
             q,
             k,
             v,
-            PagePool(rows, form, *scales),
+            PagePool(pool.data, form, *pool[1:]),
             layer,
             table,
             starts,
@@ -147,6 +169,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
             softcap=x.softcap,
             decode_only=x.decode_only,
             shared=shared,
+            residual=residual,
             implementation=f"pallas_{topology.platform}",
         )
         return *jax.tree.leaves(pool.slots), out
@@ -156,7 +179,11 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs), donate_argnums=donated)
     report = aot.compile(run, *arguments, topology=topology, mesh=mesh)
     both = report.argument_bytes + report.output_bytes
-    return {"bytes": both, "temp_bytes": report.temp_bytes, "seconds": report.compile_seconds}
+    held_bytes = sum(one.size * one.dtype.itemsize for one in held)
+    return {
+        "bytes": both, "temp_bytes": report.temp_bytes, "seconds": report.compile_seconds,
+        "page_bytes": report.argument_bytes, "held_bytes": held_bytes,
+    }  # fmt: skip
 
 
 def compile_cell(shape: str, topology: str) -> dict[str, float]:

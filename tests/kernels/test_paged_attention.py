@@ -140,7 +140,7 @@ def test_encoded_pages(name, encoding, rng):
         assert error(out[: step.tokens], draw_again(step, read, case)[: step.tokens]) <= 2e-6
         assert (after.rows.dtype, after.token_bytes) == (form.stored("float32"), kv * form.slot_bytes("float32"))
         written = ~np.isnan(step.want_rows[..., 0]) & np.isnan(step.rows[..., 0])
-        want = step.want_rows[written]
+        want = step.want_rows[written][..., : read.shape[-1]]  # some formats unpack no padding
         bound = {"int8": 1 / 127, "fp8": 1 / 8, "bits of bfloat16": 1 / 128}[encoding]
         assert np.abs(read[written] - want).max() <= bound * np.abs(want).max()
     with pytest.raises(ValueError, match=r"see PagePool\.zeros"):
@@ -292,7 +292,7 @@ def test_encoded_values_are_the_nearest(name, most, rng):
     np.testing.assert_allclose(
         scales, np.stack([abs(rows[:, :16]).max(1), abs(rows[:, 16:]).max(1)], 1) / most, rtol=1e-6
     )
-    got = np.asarray(row.decode(stored, jnp.asarray(scales).T, 16, jnp.float32))
+    got = np.asarray(row.unpack(stored, jnp.asarray(scales).T, (16, 8), jnp.float32))
     every = np.arange(-127, 128) if name == "int8" else np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     table = every.astype(np.float32)[np.isfinite(every.astype(np.float32))]
     each = np.repeat(np.asarray(scales), (16, 8), axis=1)

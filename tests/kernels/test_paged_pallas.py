@@ -68,6 +68,7 @@ QUANTISED = {
     [
         *(("pallas_tpu", name, encoding) for name, encoding in zip(QUANTISED, ("int8", "fp8") * 2, strict=True)),
         *(("pallas_gpu", name, encoding) for name, encoding in zip(QUANTISED, ("fp8", "int8") * 2, strict=True)),
+        *((kernel, name, encoding) for kernel in PALLAS for name in QUANTISED for encoding in ("int4", "bfp4")),
     ],
 )
 def test_quantised_pages(implementation, name, encoding, rng):
@@ -102,7 +103,10 @@ def test_formats_that_kernels_do_not_read_are_named(rng):
     pool = encoded(step, case, dataclasses.replace(case.format, encoding="bits of bfloat16"))
     q, k, v, *ragged = (jnp.asarray(x) for x in (*step[:3], *step[4:7]))
     for implementation in PALLAS:
-        with interpreting(), pytest.raises(NotImplementedError, match="one byte per value, not 'bits of bfloat16'"):
+        with (
+            interpreting(),
+            pytest.raises(NotImplementedError, match=r"format has a layout .*, not 'bits of bfloat16'"),
+        ):
             paged_attention(q, k, v, pool, LAYER, ragged[0], ragged[1], ragged[2], implementation=implementation)
 
 

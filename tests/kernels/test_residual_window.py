@@ -32,7 +32,7 @@ def empty(form: PageFormat, pages: int, sequences: int) -> PagePool:
         form, layers=LAYERS, pages=pages, page_size=PAGE, dtype=jnp.float64, sequences=sequences
     )  # fmt: skip
     return PagePool(
-        jnp.full_like(pool.rows, 255), form, None, None, jnp.full_like(pool.channels, -1),
+        jnp.full_like(pool.rows, 255), form, jnp.full_like(pool.scales, -1), None, jnp.full_like(pool.channels, -1),
         jnp.full_like(pool.recent, jnp.nan),
     )  # fmt: skip
 
@@ -52,8 +52,8 @@ def rounded(form: PageFormat, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray,
     """Keys and values as pages hold them, one page after the other."""
     rows = np.concatenate([k, v], axis=-1)
     rows = np.pad(rows, ((0, -len(rows) % PAGE), (0, 0), (0, 0))).reshape(-1, PAGE, K, 2 * H).swapaxes(1, 2)
-    data, channels = form.kv_format.encode_page(jnp.asarray(rows), form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
-    held = np.asarray(form.unpack(Slots(data, channels=channels), "float64")).swapaxes(1, 2).reshape(-1, K, 2 * H)
+    page = form.kv_format.encode_page(jnp.asarray(rows), form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
+    held = np.asarray(form.unpack(Slots(**page), "float64")).swapaxes(1, 2).reshape(-1, K, 2 * H)
     return held[..., :H], held[..., H:]
 
 
@@ -141,7 +141,8 @@ def test_bytes_of_a_page():
         form = PageFormat(3, 64, 64, encoding=name)
         pool = PagePool.zeros(form, layers=2, pages=5, page_size=32, dtype="float32", sequences=1)
         assert form.page_bytes(32, "float32") == 32 * 128 * bits // 8 + 4 * 64 + 32 * 4 * 2
-        assert pool.rows.nbytes + pool.channels.nbytes == 2 * 5 * 3 * form.page_bytes(32, "float32")
+        nbytes = pool.rows.nbytes + pool.scales.nbytes + pool.channels.nbytes
+        assert nbytes == 2 * 5 * 3 * form.page_bytes(32, "float32")
         assert pool.recent.shape == (2, 1, 3, 192, 128)
 
 
@@ -154,7 +155,3 @@ def test_what_is_not_supported_is_refused(form, float64):
     q, k, v = (jnp.ones((1, heads, H), jnp.float32) for heads in (N, K, K))
     with pytest.raises(ValueError, match="ring buffers belong to a pool"):
         paged_attention(q, k, v, pool, 0, *ints)
-    rings = Residual(jnp.zeros(1, int), jnp.zeros(1, int))
-    for kernel in ("pallas_tpu", "pallas_gpu"):
-        with pytest.raises(NotImplementedError, match="not 'short'; implementation 'xla' reads those"):
-            paged_attention(q, k, v, pool, 0, *ints, residual=rings, implementation=kernel)

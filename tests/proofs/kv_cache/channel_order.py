@@ -45,7 +45,7 @@ def ordered_blocks_lose_less(seed: int) -> None:
     values = (rng.normal(size=(many, h)) * sizes).astype(np.float32)
     row, error = KV_FORMATS["bfp4"], []
     for order in (np.arange(h), np.argsort(-sizes, kind="stable")):
-        data, _ = row.encode(jnp.asarray(values[:, order]), (h,), "float32")
-        got = np.asarray(row.unpack(data, None, (h,), "float32"))
+        data, words = row.encode(jnp.asarray(values[:, order]), (h,), "float32")
+        got = np.asarray(row.unpack(data, words.T, (h,), "float32"))
         error.append(float(np.mean(np.square(got - values[:, order]))))
     assert error[1] < 0.85 * error[0]

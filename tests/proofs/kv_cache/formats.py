@@ -44,7 +44,7 @@ def page_bytes_in_programs(case: tuple[str, str, int]) -> dict[str, float]:
     grown, heads, dim = 0, 2, 8
     for group, before, after in zip(few.spec.groups, few.spec.pages, many.spec.pages, strict=True):
         one = {
-            "int4": page * 2 * (dim // 2 + 4), "bfp4": page * 2 * (dim // 2 + 1),
+            "int4": page * 2 * (dim // 2 + 4), "bfp4": page * 2 * (dim // 2 + 4),
             "kivi4": page * (dim + 4) + 4 * dim, "kivi2": page * (dim // 2 + 4) + 4 * dim,
         }[name]  # fmt: skip
         grown += (after - before) * len(group.layers) * heads * one
@@ -75,8 +75,9 @@ def axes_of_kivi(seed: int) -> None:
     for bits in (2, 4):
         for swapped in (False, True):
             row = KiviFormat(bits, swapped=swapped)
-            data, channels = row.encode_page(jnp.asarray(np.concatenate([k, v], -1), jnp.float32), (h, h))
-            held = np.asarray(row.decode_page(data, channels, (h, h), jnp.float32), np.float64)
+            page = row.encode_page(jnp.asarray(np.concatenate([k, v], -1), jnp.float32), (h, h))
+            found = row.unpack(page["data"], page["scales"], (h, h), jnp.float32, page["channels"])
+            held = np.asarray(found, np.float64)
             error[bits, swapped] = float(np.sqrt(np.mean((attention(q, held[..., :h], held[..., h:]) - want) ** 2)))
     assert error[2, False] < error[2, True]
     assert error[4, False] < error[4, True]
@@ -98,11 +99,11 @@ def error_of_each_number(seed: int) -> dict[str, float]:
     for name in LIMITS:
         form = PageFormat(3, h, h, encoding=name)
         if (row := form.kv_format).residual:
-            data, channels = row.encode_page(jnp.asarray(rows), (h, h))  # pyright: ignore[reportAttributeAccessIssue]
-            got = form.unpack(Slots(data, channels=channels), "float32")
+            page = row.encode_page(jnp.asarray(rows), (h, h))  # pyright: ignore[reportAttributeAccessIssue]
+            got = form.unpack(Slots(**page), "float32")
         else:
-            data, _ = KV_FORMATS[name].encode(jnp.asarray(rows), (h, h), "float32")
-            got = form.unpack(Slots(data), "float32")
+            data, words = KV_FORMATS[name].encode(jnp.asarray(rows), (h, h), "float32")
+            got = form.unpack(Slots(data, jnp.swapaxes(words, -1, -2)), "float32")
         error = np.abs(np.asarray(got, np.float64) - rows)
         bound = bounds(name, rows.astype(np.float64), h)
         worst[name] = float(np.max(error / bound))
