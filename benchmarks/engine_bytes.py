@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: str, weights: str = "bfloat16") -> Any:
+def engine_program(
+    topology: Any, config: Any, shape: Any, page: int, layers: str, weights: str = "bfloat16", kv_dtype: str = "auto"
+) -> Any:
     """Step of an engine on one device, compiled for a device that is not here, in a child set up for its compiler.
 
     Args:
@@ -32,9 +34,10 @@ def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: st
         page: tokens of a page.
         layers: "stacked" or "apart".
         weights: "bfloat16", or a row of ``WEIGHT_FORMATS``.
+        kv_dtype: see ``EngineConfig``.
 
     Returns:
-        the program, and abstract values of the weights, the page pool and the other arguments.
+        the program, and abstract values of the weights, the page pool (``Slots``) and the other arguments.
     """
     import jax
     import jax.numpy as jnp
@@ -46,9 +49,9 @@ def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: st
     from jaxllm.models import functional, unstack_layers
     from jaxllm.plan.formulas.serving_step import PLAIN
     from jaxllm.quant.packing import packed_shapes
-    from pallas_kernels.paged_attention import Slots
+    from pallas_kernels.paged_attention.pages import empty_slots
 
-    model, groups = serving_model(functional(config)), layer_groups(config)
+    model, groups = serving_model(functional(config)), layer_groups(config, kv_dtype)
     # Of one device and with nothing to track: as an engine on one device is, but compiled for this one.
     mesh = jax.sharding.Mesh(np.array(topology.devices()[:1]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     place = jax.NamedSharding(mesh, jax.P())
@@ -57,8 +60,10 @@ def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: st
         return jax.ShapeDtypeStruct(size, dtype, sharding=place)
 
     with jax.set_mesh(mesh):
-        form, pages = groups[0].format(), shape.requests * shape.columns + 1
-        pool = abstract((config.layers, pages, form.kv_heads, page, form.width), jnp.bfloat16)
+        sizes = {"layers": config.layers, "pages": shape.requests * shape.columns + 1, "page_size": page}
+        sizes |= {"dtype": groups[0].plain, "sequences": shape.slots}
+        held = jax.eval_shape(lambda: empty_slots(groups[0].format(), **sizes))
+        pool = jax.tree.map(lambda x: abstract(x.shape, x.dtype), held)
         shapes = model.abstract() if weights == PLAIN else packed_shapes(model, weights)
         if layers == "apart":
             shapes = jax.eval_shape(unstack_layers, shapes)
@@ -66,7 +71,7 @@ def engine_program(topology: Any, config: Any, shape: Any, page: int, layers: st
         params = with_layouts(model, params, topology.platform)
         step = jax.jit(EngineStep(model, model, groups, shape, config.vocab_size).__call__, donate_argnums=(1, 2))
         others = tuple(abstract((1, n), jnp.int32) for n in (shape.requests, shape.inputs.size))
-        return step.lower(params, (Slots(pool),), *others).compile(), params, pool, others
+        return step.lower(params, (pool,), *others).compile(), params, pool, others
 
 
 def compiled(
@@ -110,7 +115,7 @@ def compiled(
     cache = batch * context * kv_bytes_per_token(config)
     return {
         "weights": read, "cache": cache, "arguments": memory.argument_size_in_bytes,
-        "planned": plan.device_weight_bytes + plan.token_bytes * page * pool.shape[1],
+        "planned": plan.device_weight_bytes + plan.token_bytes * page * pool.data.shape[1],
         "moved": step_bytes + cache, "before": found.bytes - step_bytes, "temporaries": memory.temp_size_in_bytes,
         "data_loops": found.data_loops, "kernels": found.kernels, "cycles": collectives.read(text).cycles,
     }  # fmt: skip

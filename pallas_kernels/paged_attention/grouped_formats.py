@@ -39,9 +39,9 @@ def pack_bits(levels: Shaped[Array, "*any N"], bits: int) -> UInt8[Array, "*any 
     return packed
 
 
-def bits_at(packed: Shaped[Array, "*any"], place: int, bits: int) -> Int[Array, "*any"]:
-    """Numbers of a few bits from bit ``place`` of integers on."""
-    return (packed.astype(jnp.int32) >> place) & (2**bits - 1)
+def bits_at(packed: Shaped[Array, "*any"], place: int, bits: int) -> Shaped[Array, "*any"]:
+    """Numbers of a few bits from bit ``place`` of integers on, in their dtype."""
+    return (packed >> place) & (2**bits - 1)
 
 
 def affine_levels(
@@ -168,7 +168,7 @@ class BlockFloatFormat(GroupedFormat):
 
     def numbers(self, elements: Shaped[Array, "*any"], place: int, dtype: DTypeLike) -> Float[Array, "*any"]:
         """Mantissas."""
-        found = bits_at(elements, place, 4)
+        found = bits_at(elements, place, 4).astype(jnp.int32)
         return jnp.where(found > 7, found - 16, found).astype(dtype)
 
     def factors(self, words: Int[Array, "*any"], place: Any, dtype: DTypeLike) -> Factors:

@@ -169,8 +169,14 @@ class PageFormat:
 
     @property
     def scales(self) -> int:
-        """Words of scales of a slot (Z)."""
-        return self.kv_format.scale_rows(self._parts)
+        """Words of scales of a slot (Z); where slots are padded, a power of two up to 8, or a multiple of 8.
+
+        Those are the rows of tiles of a TPU's memory: XLA would lay other numbers out in another way than kernels read.
+        """
+        rows = self.kv_format.scale_rows(self._parts)
+        if self.multiple == 1 or rows < 2:
+            return rows
+        return -(-rows // 8) * 8 if rows > 8 else 1 << (rows - 1).bit_length()
 
     def stored(self, dtype: DTypeLike) -> np.dtype:
         """Dtype of the stored elements of a pool for values of ``dtype``."""
@@ -202,18 +208,18 @@ class PageFormat:
         if self.kv_format.residual:
             return Slots(rows)  # encoded later, with the other tokens of their page
         rows, scales = self.kv_format.encode(rows, self._parts, dtype)
-        return Slots(jnp.pad(rows, ((0, 0), (0, 0), (0, self.stored_width - rows.shape[-1]))), scales)
+        rows = _padded(rows, self.stored_width, -1)
+        return Slots(rows, scales if scales is None else _padded(scales, self.scales, -1))
 
     def encode_page(self, page: Float[Array, "K C W"], at: Int[Array, " C"], turn: Any) -> Slots:
         """Arrays of a page that is encoded as a whole, of the tokens at these positions; see ``residual_window``."""
         parts = self.kv_format.encode_page(page, self._parts, at, turn)  # pyright: ignore[reportAttributeAccessIssue]
         found = Slots(**parts)
-        missing = self.stored_width - found.data.shape[-1], self.channels - found.channels.shape[-1]
-        data, channels = (
-            jnp.pad(x, ((0, 0), (0, 0), (0, more))) if more else x
-            for x, more in zip((found.data, found.channels), missing, strict=True)
+        if found.scales is not None:
+            found = found._replace(scales=_padded(found.scales, self.scales, -2))
+        return found._replace(
+            data=_padded(found.data, self.stored_width, -1), channels=_padded(found.channels, self.channels, -1)
         )
-        return found._replace(data=data, channels=channels)
 
     def unpack(self, held: Slots, dtype: DTypeLike) -> Float[Array, "*any C W"]:
         """Slots [*any, C, M] of pages, with scales [*any, Z, C] and channels [*any, 1, H], decoded to ``dtype``."""
@@ -226,6 +232,13 @@ class PageFormat:
     def values(self, rows: Float[Array, "*any W"]) -> Float[Array, "*any V"]:
         """Values of slots."""
         return rows[..., self.value_start : self.value_start + self.value_dim]
+
+
+def _padded(x: Array, size: int, axis: int) -> Array:
+    """An array with zeros behind it along an axis, up to a size."""
+    missing = size - x.shape[axis]
+    widths = [(0, missing if axis % x.ndim == i else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths) if missing else x
 
 
 @jax.tree_util.register_dataclass

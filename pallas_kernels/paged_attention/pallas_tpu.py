@@ -87,6 +87,11 @@ def paged_attention_pallas_tpu(
             f"pallas_tpu takes slots of a multiple of {LANES} elements, not {rows.shape[4]}: "
             f"PageFormat(multiple={LANES})."
         )
+    if format.scales > len(format.value_parts) and rows.shape[3] % LANES:
+        raise NotImplementedError(
+            f"pallas_tpu takes pages of a multiple of {LANES} slots in {format.encoding!r}, not {rows.shape[3]}: the "
+            f"scales of fewer do not fill tiles, and XLA would copy all of them in each step; give page_size={LANES}."
+        )
     if ragged.page_table.size > MAX_TABLE_ENTRIES:
         raise NotImplementedError(
             f"pallas_tpu takes a page table of up to {MAX_TABLE_ENTRIES} entries, not {list(ragged.page_table.shape)}."

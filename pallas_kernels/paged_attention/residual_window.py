@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots, stored
@@ -97,7 +98,7 @@ class ResidualStep(NamedTuple):
             page = jnp.where((at < before_step[request])[:, None], old, self.rows[row].swapaxes(0, 1).astype(old.dtype))
             number = jnp.clip(ragged.page_table[request, column], 0, pages - 1)
             start = (layer, number, *(jnp.zeros_like(number),) * 3)
-            parts = self.form.encode_page(page, at, self.turn)
+            parts = jax.tree.map(in_order, self.form.encode_page(page, at, self.turn))
             return jax.tree.map(lambda x, part: stored(x, part[None, None].astype(x.dtype), start), encoded, parts)
 
         return jax.lax.fori_loop(0, ends[-1], one, held.in_pages())._replace(recent=held.recent)
@@ -109,9 +110,10 @@ class ResidualStep(NamedTuple):
         active = (ragged.lengths > 0) & (ragged.kv_lens >= ragged.lengths)
         real = tokens.real & active[tokens.request] & latest
         slot = jnp.where(real, self.residual.slots[tokens.request], buffers)
-        rows = self.rows.astype(held.recent.dtype)
-        recent = held.recent.at[layer, slot, :, tokens.position % places].set(rows, mode="drop", unique_indices=True)
-        return held._replace(recent=recent)
+        rows, heads = self.rows.astype(held.recent.dtype), jnp.arange(held.recent.shape[2], dtype=jnp.int32)
+        # An index for each head, so that what is written is consecutive: otherwise XLA lays the buffers out anew.
+        at = held.recent.at[layer, slot[:, None], heads, (tokens.position % places)[:, None]]
+        return held._replace(recent=at.set(rows, mode="drop", unique_indices=True))
 
     def new_tokens(
         self, ragged: RaggedBatch, request: Int[Array, ""], first: Int[Array, ""], count: int
@@ -121,6 +123,11 @@ class ResidualStep(NamedTuple):
         row = jnp.clip(at - ragged.offsets[request], 0, self.rows.shape[0] - 1)
         there = (at < ragged.kv_lens[request]) & (at >= ragged.kv_lens[request] - ragged.lengths[request])
         return self.rows[row].swapaxes(0, 1), jnp.where(there, at, -1)
+
+
+def in_order(x: Array) -> Array:
+    """An array that is laid out as pages are: otherwise XLA may lay all pages out as what is written to them is."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def in_full_precision(

@@ -87,7 +87,7 @@ class SlotDecoder(Protocol):
     """The functions of a format that has a layout: element by element, traced inside kernels too."""
 
     def numbers(self, elements: Array, place: int, dtype: DTypeLike) -> Array:
-        """Numbers before scaling, of stored elements that hold them from bit ``place`` on; also widened to int32."""
+        """Numbers before scaling, of stored elements that hold them from bit ``place`` on; bytes may come as int32."""
         ...
 
     def factors(self, words: Array, place: Any, dtype: DTypeLike) -> Factors:
@@ -127,24 +127,52 @@ def unpack_slots(
     dtype: DTypeLike,
 ) -> Float[Array, "*any C W"]:
     """Values of slots in plain JAX; elements behind the last run are padding."""
-    found = [form.numbers(data[..., r.element : r.element + r.size], r.place, dtype) for r in layout.runs]
-    numbers, values = jnp.concatenate(found, axis=-1), dict[int, Array]()
-    for one in layout.groups:
-        assert scales is not None
-        words = -(-one.count // layout.per_word)
-        held = jnp.swapaxes(scales[..., one.row : one.row + words, :], -1, -2)  # *any C Z
-        if layout.per_word > 1:
-            held = jnp.repeat(held, layout.per_word, axis=-1)[..., : one.count]
-        factors = form.factors(held, jnp.arange(one.count, dtype=jnp.int32) % layout.per_word, dtype)
-        own = numbers[..., one.start : one.stop]
-        grouped = own.reshape(*own.shape[:-1], one.count, one.group)
-        values[one.start] = form.values(grouped, tuple(x[..., None] for x in factors)).reshape(own.shape)
-    if layout.channels is not None:
+    factors = [_group_factors(form, layout, one, scales, dtype) for one in layout.groups]
+    of_channels: Factors = ()
+    first, count = (0, 0) if layout.channels is None else layout.channels
+    if count:
         assert channels is not None
-        start, size = layout.channels
-        factors = form.factors(channels[..., :size], 0, dtype)
-        values[start] = form.values(numbers[..., start : start + size], factors)
-    return jnp.concatenate([values[start] for start in sorted(values)], axis=-1)
+        of_channels = form.factors(channels[..., :count], 0, dtype)
+    found = list[Array]()
+    for run in layout.runs:
+        elements = data[..., run.element : run.element + run.size]
+        numbers, at, stop = form.numbers(elements, run.place, dtype), run.start, run.start + run.size
+        while at < stop:
+            if first <= at < first + count:
+                end = min(stop, first + count)
+                own = tuple(x[..., at - first : end - first] for x in of_channels)
+                found.append(form.values(numbers[..., at - run.start : end - run.start], own))
+            else:
+                index = next(i for i, one in enumerate(layout.groups) if one.start <= at < one.stop)
+                one, end = layout.groups[index], min(stop, layout.groups[index].stop)
+                group, inside = divmod(at - one.start, one.group)
+                if inside or end - at < one.group:  # a part of a group
+                    end = min(end, at - inside + one.group)
+                    many, size = 1, end - at
+                else:
+                    many, size = (end - at) // one.group, one.group
+                    end = at + many * size
+                some = numbers[..., at - run.start : end - run.start].reshape(*numbers.shape[:-1], many, size)
+                own = tuple(x[..., group : group + many, None] for x in factors[index])
+                found.append(form.values(some, own).reshape(*numbers.shape[:-1], many * size))
+            at = end
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
+
+
+def _group_factors(
+    form: SlotDecoder,
+    layout: SlotLayout,
+    one: ScaleGroups,
+    scales: Shaped[Array, "*any Z C"] | None,
+    dtype: DTypeLike,
+) -> Factors:
+    """Factors of the groups of every slot, [*any, C, count]."""
+    assert scales is not None
+    words = -(-one.count // layout.per_word)
+    held = jnp.swapaxes(scales[..., one.row : one.row + words, :], -1, -2)  # *any C Z
+    if layout.per_word > 1:
+        held = jnp.repeat(held, layout.per_word, axis=-1)[..., : one.count]
+    return form.factors(held, jnp.arange(one.count, dtype=jnp.int32) % layout.per_word, dtype)
 
 
 def decode_lanes(
@@ -197,8 +225,8 @@ def _lane_block(
             source = element // lanes
             elements = tile[..., source * lanes : (source + 1) * lanes]
             shift = (at - first - element) % lanes
-            if shift:  # lanes of 32 bits alone can be rotated
-                elements = pltpu.roll(elements.astype(jnp.int32), shift, axis=2)
+            elements = _wide(elements)
+            elements = pltpu.roll(elements, shift, axis=2) if shift else elements
             numbers = chosen(at, form.numbers(elements, run.place, jnp.float32), numbers)
             at += min(behind - at, (source + 1) * lanes - element)
     if numbers is None:
@@ -297,7 +325,7 @@ def piece_values(
         channels: loads words of these channels of every slot's page, [S, size].
         dtype: dtype of the result; float32 or less.
     """
-    numbers = form.numbers(elements, piece.place, jnp.float32)
+    numbers = form.numbers(_wide(elements), piece.place, jnp.float32)
     for one in layout.groups:
         if one.start <= piece.start < one.stop:
             first, count = (piece.start - one.start) // one.group, max(1, piece.size // one.group)
@@ -314,6 +342,11 @@ def piece_values(
         own = channels(piece.start - layout.channels[0] + jax.lax.iota(jnp.int32, piece.size))
         return form.values(numbers, form.factors(own, 0, jnp.float32)).astype(dtype)
     return form.values(numbers, ()).astype(dtype)
+
+
+def _wide(elements: Shaped[Array, "*any"]) -> Shaped[Array, "*any"]:
+    """Bytes as int32: kernels shift no bits of bytes, and rotate no lanes of them."""
+    return elements.astype(jnp.int32) if elements.dtype == jnp.uint8 else elements
 
 
 def _repeated(x: Float[Array, "S X"], times: int) -> Float[Array, "S size"]:

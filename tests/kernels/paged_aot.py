@@ -103,12 +103,14 @@ QUANTISED = {
     "Llama-3-8B, decode, bfp4": dataclasses.replace(_LLAMA, page=128, encoding="bfp4"),
     "Llama-3-8B, decode, kivi4": dataclasses.replace(_LLAMA, page=128, encoding="kivi4"),
     "Llama-3-8B, decode, kivi2": dataclasses.replace(_LLAMA, page=128, encoding="kivi2"),
-    "Llama-3-8B, mixed, int4": mixed(_LLAMA, page=64, encoding="int4"),
-    "Llama-3-8B, mixed, kivi2": mixed(_LLAMA, page=64, encoding="kivi2"),
-    "gpt-oss-20b, mixed, bfp4": mixed(_GPT_OSS, page=64, encoding="bfp4"),
-    "gpt-oss-20b, decode, kivi4": dataclasses.replace(_GPT_OSS, page=64, encoding="kivi4"),
-    "DeepSeek-V3, decode, int4": dataclasses.replace(_MLA, encoding="int4"),
-    "DeepSeek-V3, an eighth of the heads, mixed, bfp4": mixed(dataclasses.replace(_MLA, n=16, encoding="bfp4")),
+    "Llama-3-8B, mixed, int4": mixed(_LLAMA, page=128, encoding="int4"),
+    "Llama-3-8B, mixed, kivi2": mixed(_LLAMA, page=128, encoding="kivi2"),
+    "gpt-oss-20b, mixed, bfp4": mixed(_GPT_OSS, page=128, encoding="bfp4"),
+    "gpt-oss-20b, decode, kivi4": dataclasses.replace(_GPT_OSS, page=128, encoding="kivi4"),
+    "DeepSeek-V3, decode, int4": dataclasses.replace(_MLA, page=128, encoding="int4"),
+    "DeepSeek-V3, an eighth of the heads, mixed, bfp4": mixed(
+        dataclasses.replace(_MLA, n=16, page=128, encoding="bfp4")
+    ),
 }
 """With quantised pages."""
 TWO_PHASES = {
@@ -179,10 +181,13 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs), donate_argnums=donated)
     report = aot.compile(run, *arguments, topology=topology, mesh=mesh)
     both = report.argument_bytes + report.output_bytes
-    held_bytes = sum(one.size * one.dtype.itemsize for one in held)
+    others = sum(x.size * x.dtype.itemsize for x in arguments[len(pages) :])
+    pages_bytes = x.held // x.page * x.k * LAYERS * form.page_bytes(x.page, x.dtype)
+    recent = jax.tree.unflatten(structure, held).recent
+    ring_bytes = 0 if recent is None else recent.size * recent.dtype.itemsize
     return {
-        "bytes": both, "temp_bytes": report.temp_bytes, "seconds": report.compile_seconds,
-        "page_bytes": report.argument_bytes, "held_bytes": held_bytes,
+        "bytes": both, "temp_bytes": report.temp_bytes, "seconds": report.compile_seconds, "page_bytes": pages_bytes,
+        "ring_bytes": ring_bytes, "page_excess": report.argument_bytes - others / n - pages_bytes - ring_bytes,
     }  # fmt: skip
 
 

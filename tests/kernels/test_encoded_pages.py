@@ -46,7 +46,10 @@ def test_formats_that_kernels_do_not_read_are_named(monkeypatch):
     form = PageFormat(2, 8, 8, encoding="small", multiple=4)
     pool = PagePool.zeros(form, layers=1, pages=2, page_size=32, dtype="float32", sequences=1)
     q, k, v = (jnp.ones((1, heads, 8), jnp.float32) for heads in (4, 2, 2))
-    ints, rings = (np.zeros((1, 2), int), np.array([0, 1]), np.ones(1, int)), Residual(jnp.zeros(1, int), jnp.zeros(1, int))
+    ints, rings = (
+        (np.zeros((1, 2), int), np.array([0, 1]), np.ones(1, int)),
+        Residual(jnp.zeros(1, int), jnp.zeros(1, int)),
+    )
     for kernel in PALLAS:
         with interpreting(), pytest.raises(NotImplementedError, match=r"has a layout .*, not 'small'"):
             paged_attention(q, k, v, pool, 0, *map(jnp.asarray, ints), residual=rings, implementation=kernel)

@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention import PageFormat, PagePool, TreeMask, paged
 from pallas_kernels.paged_attention.kv_formats import kv_format
 from pallas_kernels.paged_attention.ragged import RaggedBatch
 from pallas_kernels.paged_attention.shared_pages import check_shared
+from pallas_kernels.paged_attention.slot_layout import half_floats
 from tests import environment
 from tests.kernels import paged_body
 from tests.kernels.paged_body import CASES, LAYER, LAYERS, MIXED, Case, draw, error
@@ -298,3 +299,10 @@ def test_encoded_values_are_the_nearest(name, most, rng):
     each = np.repeat(np.asarray(scales), (16, 8), axis=1)
     least = np.abs(rows[..., None] - each[..., None] * table).min(axis=-1)
     np.testing.assert_allclose(np.abs(got - rows), least, rtol=0, atol=1e-6)
+
+
+def test_half_floats_are_float16():
+    """All 65,536 of them, subnormal ones and those that are not finite included, above any other bits."""
+    every = np.arange(2**16, dtype=np.uint16)
+    found = half_floats(jnp.asarray(every.astype(np.int32) | (every[::-1].astype(np.int32) << 16)))
+    np.testing.assert_array_equal(found, every.view(np.float16).astype(np.float32))

@@ -112,5 +112,5 @@ def compiled(topology: Any, rows: int, requests: int, layers: int) -> dict[str, 
         # A step of several tokens is a loop: what a second turn adds, without what a call does once.
         twice = program_walker.read(text, turns=2)
         flops, moved = twice.flops - flops, twice.bytes - moved
-    weights = memory.argument_size_in_bytes - pool.size * 2 - 4 * sum(x.size for x in others)
+    weights = memory.argument_size_in_bytes - pool.data.size * 2 - 4 * sum(x.size for x in others)
     return {"flops": float(flops), "bytes": float(moved), "weights": float(weights)}
