@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.grouped_formats import GROUP, AffineNumbers, affine_levels, pack_bits, pair_words
 from pallas_kernels.paged_attention.kv_formats import KV_FORMATS, KVFormat
-from pallas_kernels.paged_attention.slot_layout import Run, ScaleGroups, SlotLayout, runs_of_parts
+from pallas_kernels.paged_attention.slot_layout import ScaleGroups, SlotLayout, ValueRun, runs_of_parts
 
 RESIDUAL = 128
 """Latest tokens of a sequence in full precision, as in the paper."""
@@ -62,7 +62,7 @@ class KiviFormat(AffineNumbers, KVFormat):
         (across, along), key = self._split(parts), parts[0]
         runs, first = runs_of_parts((across, along), self.bits), 0
         if self.swapped:  # the bytes of the values are in front of those of the keys
-            runs = (Run(r.start - across if r.start >= across else key + r.start, *r[1:]) for r in runs)
+            runs = (ValueRun(r.start - across if r.start >= across else key + r.start, *r[1:]) for r in runs)
             first = key
         group = math.gcd(along, GROUP)
         groups = ScaleGroups(0 if self.swapped else across, group, along // group, 0)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.paged_attention.slot_layout import Factors, Run, SlotLayout, groups_of_parts, unpack_slots
+from pallas_kernels.paged_attention.slot_layout import Factors, SlotLayout, ValueRun, groups_of_parts, unpack_slots
 
 SCALE = jnp.dtype(jnp.float32)
 """Dtype of the scales, where a format has one in each word."""
@@ -58,7 +58,7 @@ class KVFormat:
         return len(parts) * self.scales if found is None else found.words
 
     def layout(self, parts: tuple[int, ...]) -> SlotLayout | None:
-        """Where the values of a slot are, for kernels; a format that has one is a ``SlotDecoder``. None: ``decode``."""
+        """Layout of a slot, by which kernels decode it; the format is a ``SlotDecoder`` then. None: see ``decode``."""
         del parts
         return None
 
@@ -190,7 +190,7 @@ class ScaledFormat(KVFormat):
 
     def layout(self, parts: tuple[int, ...]) -> SlotLayout:
         """A byte for each value, in their order; one scale for each part."""
-        return SlotLayout((Run(0, sum(parts), 0),), groups_of_parts(tuple((size, size) for size in parts)))
+        return SlotLayout((ValueRun(0, sum(parts), 0),), groups_of_parts(tuple((size, size) for size in parts)))
 
     def width(self, parts: tuple[int, ...], stored_width: int) -> int:
         """Values of a slot."""

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.kv_formats import SCALE, KVFormat, kv_format
-from pallas_kernels.paged_attention.slot_layout import Run, SlotLayout
+from pallas_kernels.paged_attention.slot_layout import SlotLayout, ValueRun
 
 HOST_MEMORY = "pinned_host"
 """Memory kind of arrays in host memory that a program reads."""
@@ -157,9 +157,9 @@ class PageFormat:
 
     @property
     def layout(self) -> SlotLayout | None:
-        """Where the values of a slot are; None where kernels do not read them."""
+        """Layout of a slot; None where kernels do not read it."""
         if self.encoding == "plain":
-            return SlotLayout((Run(0, self.width, 0),))
+            return SlotLayout((ValueRun(0, self.width, 0),))
         return self.kv_format.layout(self._parts)
 
     @property

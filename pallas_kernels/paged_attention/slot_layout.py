@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 
-class Run(NamedTuple):
+class ValueRun(NamedTuple):
     """Consecutive values of a slot in consecutive stored elements.
 
     Attributes:
@@ -58,7 +58,7 @@ class ScaleGroups(NamedTuple):
 
 
 class SlotLayout(NamedTuple):
-    """Where the values of an encoded slot are; runs and groups are in the order of the values.
+    """Layout of an encoded slot: where its values are; runs and groups are in the order of the values.
 
     Attributes:
         runs: all values.
@@ -67,7 +67,7 @@ class SlotLayout(NamedTuple):
         channels: (first value, number of values) of those with scales in the page, one for each channel.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[ValueRun, ...]
     groups: tuple[ScaleGroups, ...] = ()
     per_word: int = 1
     channels: tuple[int, int] | None = None
@@ -99,12 +99,12 @@ class SlotDecoder(Protocol):
         ...
 
 
-def runs_of_parts(parts: tuple[int, ...], bits: int) -> tuple[Run, ...]:
+def runs_of_parts(parts: tuple[int, ...], bits: int) -> tuple[ValueRun, ...]:
     """Runs of parts that ``pack_bits`` has packed into bytes, one behind the other."""
-    per, found, start, element = 8 // bits, list[Run](), 0, 0
+    per, found, start, element = 8 // bits, list[ValueRun](), 0, 0
     for part in parts:
         size = part // per
-        found += [Run(start + i * size, size, element, i * bits) for i in range(per)]
+        found += [ValueRun(start + i * size, size, element, i * bits) for i in range(per)]
         start, element = start + part, element + size
     return tuple(found)
 
@@ -215,7 +215,7 @@ def _lane_block(
     numbers: Array | None = None
 
     def chosen(start: int, new: Array, old: Array | None) -> Array:
-        """What is from value ``start`` on in front of what was before it."""
+        """Lanes of ``new`` from value ``start`` on, and those of ``old`` before it."""
         return new if old is None else jnp.where(lane >= start, new, old)
 
     for run in layout.runs:
@@ -268,7 +268,7 @@ def _channel_block(channels: Array, layout: SlotLayout, lanes: int, first: int) 
 
 
 class Piece(NamedTuple):
-    """A power of two of consecutive values of a slot, in consecutive elements; as ``Run``.
+    """A power of two of consecutive values of a slot, in consecutive elements; as ``ValueRun``.
 
     They are in one scale group, or they are whole groups.
     """

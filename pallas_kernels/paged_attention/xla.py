@@ -174,7 +174,7 @@ def _attend(problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks:
         values, top, total = _block(problem, part, block, size)
         if rule is not None and rule.observed and scores is not None:
             scores = _collect(problem, rule, scores, part, block, top, total)
-        if problem.without_pages:
+        if problem.without_pages and scores is not None:
             lse = jnp.where(total > 0.0, top + jnp.log(jnp.where(total > 0.0, total, 1.0)), -MASK_VALUE)
             scores = put(scores, _ungroup(lse, size)[..., 0], block)
         return put(out, _ungroup(values, size), block), scores
