@@ -146,7 +146,11 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla", "wrong part of a page"): ("xla", "within.astype(number.dtype)", "zero"),
     ("xla", "missing rescale"): ("xla", "out * keep + jnp.einsum", "out + jnp.einsum"),
     ("xla", "garbage"): ("xla", "jnp.where(there[:, None], held, 0), None", "held, None"),
-    ("xla", "another's tokens"): ("xla", "(jnp.arange(size) < block.tokens)[:, None, None]", "True"),
+    ("xla", "another's tokens"): (
+        "xla",
+        "there = (jnp.arange(size) < block.tokens)",
+        "there = (jnp.arange(size) < size)",
+    ),
     **{(name, what): edit for name in PLAIN for what, edit in _WRONG_SLOT.items()},
     **{("pallas_tpu", what): ("pallas_tpu", *edit) for what, edit in _TPU.items()},
     **{("pallas_gpu", what): ("pallas_gpu", *edit) for what, edit in _GPU.items()},
