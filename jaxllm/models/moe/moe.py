@@ -244,8 +244,8 @@ class Moe(nnx.Module):
         routing = self.routing(own)
         out, dropped = self.experts(own, routing.experts, routing.weights)
         # Statistics of the routing are sums over the tokens of a batch, which the rest of the model splits.
-        known = Routing(*(sharding.constrain(one, "batch", "seq", None) for one in routing[:-1]), dropped)
-        return self.with_shared(x, out), known
+        logits, shares, chosen, weights = (sharding.constrain(one, "batch", "seq", None) for one in routing[:-1])
+        return self.with_shared(x, out), Routing(logits, shares, chosen, weights, dropped)
 
     def routing(self, x: Float[Array, "B S D"]) -> Routing:
         """Routing of tokens, before any expert computes."""
