@@ -17,7 +17,7 @@ import pytest
 
 from tests import environment
 
-OF_SHARES = 0.25
+OF_SHARES = 0.15
 """Part of each marked share that runs: `make test` has 15 minutes on two cores, however many tests there are."""
 
 

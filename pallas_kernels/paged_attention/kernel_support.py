@@ -18,12 +18,12 @@ def check_format(name: str, format: PageFormat, q: Array, new: Slots, pool: Slot
     if format.encoding == "plain":
         check_supported(name, q=q, new=new.data, pool=pool.data)
         return
-    check_supported(name, q=q)
     if format.layout is None or pool.data.dtype.itemsize != 1:
         raise NotImplementedError(
             f"{name} reads plain pages, and pages of bytes whose format has a layout (KVFormat.layout), not "
             f"{format.encoding!r}; implementation 'xla' reads those."
         )
+    check_supported(name, q=q)
 
 
 def check_positional(name: str, retention: Retention | None) -> None:

@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "all_reduce_sends_once",
         "jaxllm/plan/formulas/collective_time.py",
-        'twice = 2 if kind == "all-reduce" else 1',
-        "twice = 1",
+        'twice = 2 if kind == "all-reduce" else 1\n        latency',
+        "twice = 1\n        latency",
         ("tests/plan/test_hardware.py::test_collectives_take_what_links_allow",),
     ),
     Mutant(
