@@ -24,8 +24,9 @@ class EngineConfig:
         max_sequences: sequences that are in a batch at a time; more wait.
         max_batched_tokens: token budget of a step: one token of each decoding sequence, the rest for prefill.
         max_len: maximum tokens of a sequence, prompt included; None: the length that the model was trained on.
-        page_size: positions of a KV cache page; None: a page holds a whole sequence, so that the KV cache of a sequence
-            is contiguous, for few and long sequences (the case of vAttention, arXiv:2405.04437).
+        page_size: positions of a KV cache page, rounded up to a multiple of 128 on TPUs if its format has scales; None:
+            a page holds a whole sequence, so that the KV cache of a sequence is contiguous, for few and long sequences
+            (the case of vAttention, arXiv:2405.04437).
         pages: pages in the pool of layers without a sliding window; None: as many as device memory has room for, see
             ``Engine``.
         buckets: token counts that steps with prefill are padded to; the largest is max_batched_tokens. None: each is

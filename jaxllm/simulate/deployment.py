@@ -11,7 +11,7 @@ from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner.model_runner import ACCELERATOR_MEMORY_SHARE
-from jaxllm.infer.runner.paged_cache import pool_sizes
+from jaxllm.infer.runner.paged_cache import pool_sizes, with_whole_tiles
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
@@ -127,7 +127,7 @@ class Deployment:
             DeploymentError: the device has no room for the weights, or for the KV cache of one sequence.
             ValueError: sequences longer than the model supports.
         """
-        model, config = self.step_model, self.engine
+        model, config = self.step_model, with_whole_tiles(self.engine, self.step_model.platform)
         max_len = choose_max_len(self.model, config.max_len, self.longest)
         page_size = config.page_size or -(-max_len // 64) * 64
         columns, groups = -(-max_len // page_size), model.groups

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.kv_cache_options import with_kv_cache
-from jaxllm.infer.runner.paged_cache import layer_groups, pool_sizes, retention_rule
+from jaxllm.infer.runner.paged_cache import layer_groups, pool_sizes, retention_rule, with_whole_tiles
 from jaxllm.infer.runner.retention.corm import Corm
 from jaxllm.infer.runner.retention.pyramid import Pyramid
 from jaxllm.infer.runner.retention.window_and_sinks import WindowAndSinks
@@ -232,6 +232,26 @@ def test_options_of_commands():
     assert len(salts) == 6
     with pytest.raises(ValueError, match=r"retention = 'oldest'; legal: None, or a row of \('window\+sinks'"):
         with_kv_cache(EngineConfig(), "auto", "oldest")
+
+
+@pytest.mark.parametrize(
+    ("kv", "page_size", "of_tpu"),
+    [
+        ("int4", 32, 128), ("kivi4", 129, 256), ("int8", 128, 128), ("int8", None, None), ("auto", 32, 32),
+        ("shadowkv", 64, 64),
+    ],
+)  # fmt: skip
+def test_pages_with_scales_fill_tiles_of_tpus(kv, page_size, of_tpu):
+    config = EngineConfig(kv_dtype=kv, page_size=page_size)
+    assert with_whole_tiles(config, "tpu").page_size == of_tpu
+    assert with_whole_tiles(config, "gpu") == with_whole_tiles(config, "cpu") == config
+
+
+def test_an_engine_rounds_its_pages_for_the_device(monkeypatch):
+    monkeypatch.setattr("jaxllm.infer.engine.engine.with_whole_tiles", lambda config, _: with_whole_tiles(config, "tpu"))
+    sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype="int4", page_size=8, samplers=("plain",))
+    engine = engines.build(sizes)
+    assert engine.runner.spec.page_size == engine.config.page_size == 128
 
 
 @pytest.mark.parametrize(

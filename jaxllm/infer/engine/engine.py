@@ -48,6 +48,7 @@ from jaxllm.infer.pools.pool_schedulers import PoolSchedulers
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
+from jaxllm.infer.runner.paged_cache import with_whole_tiles
 from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
@@ -76,6 +77,7 @@ from jaxllm.models import Functional
 from jaxllm.parallel import distributed
 from jaxllm.text import Tokenizer
 from jaxllm.text.detokenizer import Detokenizer
+from pallas_kernels._compat import target_device
 from pallas_kernels.paged_attention.retention import by_scores
 
 
@@ -225,7 +227,8 @@ class Engine:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
             ShardingError: the engine cannot serve the model on this mesh.
         """
-        config, most = with_stages(config or EngineConfig(), mesh), model.config.vocab_size
+        config = with_whole_tiles(with_stages(config or EngineConfig(), mesh), target_device().platform)
+        most = model.config.vocab_size
         if config.speculate is None:
             check_proposer(config, proposer)
         elif proposer is not None:

@@ -52,6 +52,8 @@ POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
 TRANSFER_AXES = ("layers", None, "attn_kv_heads", None, None)
 TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 
+TILE_POSITIONS = 128
+"""Positions of a page of which the scales fill tiles on TPUs."""
 MAX_PARTS = 8
 """Most parts of a group of layers: each has page tables that the host fills and sends."""
 
@@ -219,6 +221,25 @@ def check_pages(groups: Sequence[LayerGroup], page_size: int) -> None:
                 form.kv_format.check(page_size, form.kv_heads, form.value_parts)  # pyright: ignore[reportAttributeAccessIssue]
             except ValueError as error:
                 raise ConfigError(str(error)) from None
+
+
+def with_whole_tiles(config: EngineConfig, platform: str) -> EngineConfig:
+    """Configuration whose pages the platform's kernels read without a copy.
+
+    On TPUs the scales of a page fill the lanes of whole tiles only if it has a multiple of 128 positions: with fewer,
+    XLA copies the scales of all pages in each step, or the kernel refuses the format.
+
+    Args:
+        config: sizes of an engine.
+        platform: "tpu", "gpu" or "cpu".
+
+    Raises:
+        ConfigError: other sizes do not go with so large a page.
+    """
+    size, dtype = config.page_size, config.kv_dtype
+    if platform != "tpu" or size is None or not is_quantised(dtype) or kv_format(dtype).chunk:
+        return config
+    return dataclasses.replace(config, page_size=-(-size // TILE_POSITIONS) * TILE_POSITIONS)
 
 
 def parts_of(layers: int, rule: RetentionRule | None) -> int:
