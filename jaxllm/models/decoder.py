@@ -21,6 +21,7 @@ from jaxllm.models.layers.attention import AttentionConfig
 from jaxllm.models.layers.layer_table import ATTENTION_LAYERS, FEED_FORWARD_LAYERS
 from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
+from jaxllm.models.layers.residual_stream import LadderStream, Stream, residual_by_segment
 from jaxllm.models.linear import linear, lookup
 from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import MoeConfig
@@ -69,6 +70,8 @@ class DecoderConfig:
         prompt_tokens: number of virtual tokens at the first positions of a sequence, whose embeddings are parameters
             (prompt tuning, arXiv:2104.08691).
         logit_softcap: soft cap of the logits, ``softcap * tanh(logits / softcap)`` (Gemma 2); None for none.
+        residual: residual stream: "plain"; "ladder", in which a sublayer does not read the output of the one before it
+            (Ladder Residual); or both by layers, "plain=8,ladder=8". See ``jaxllm.models.layers.residual_stream``.
         norm: kind of every norm.
         norm_eps: epsilon added to the mean square (or the variance) in every norm.
         param_dtype: dtype in which parameters are stored.
@@ -96,6 +99,7 @@ class DecoderConfig:
     embed_grad: float = 1.0
     prompt_tokens: int = 0
     logit_softcap: float | None = None
+    residual: str = "plain"
     norm: NormKind = "rms"
     norm_eps: float = 1e-5
     param_dtype: DTypeName = "float32"
@@ -125,7 +129,9 @@ class DecoderConfig:
                 f"model: layers = {self.layers} is too few for a prefix of {len(self.prefix)} and a pattern; "
                 f"choose at least {len(self.prefix) + 1}."
             )
-        policies_by_segment(self.remat, self.segments)  # raises if the policies do not fit the layers
+        # Both raise if what they name does not fit the layers.
+        policies_by_segment(self.remat, self.segments)
+        residual_by_segment(self.residual, self.segments)
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
 
@@ -190,13 +196,24 @@ class Block(nnx.Module):
         self.mlp = config.mlp.build(model.embed_dim, out_scale=out_scale, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
-    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        """Output of the block and the updated attention context."""
+        self, x: Stream, positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[Any, AttentionContext]:
+        """Output of the block, a residual stream of the kind of ``x``, and the updated attention context."""
+        if isinstance(x, LadderStream):
+            return self._climb(x, positions, layer, ctx)
         x, h, ctx = self.attend(x, positions, layer, ctx)
         with jax.named_scope(self.scope):
             out, ctx = self.mlp(h, layer, ctx)
         return self.add(x, out), ctx
+
+    def _climb(
+        self, x: LadderStream, positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[LadderStream, AttentionContext]:
+        """The block with a ladder residual: neither sublayer reads the output of the one just before it."""
+        attended, ctx = self.attention_branch(x.reduced, positions, layer, ctx)
+        stream = name_for_remat(x.reduced + x.pending, "residual")
+        out, ctx = self.mlp_branch(stream, layer, ctx)
+        return LadderStream(row_major(stream + attended), row_major(out)), ctx
 
     def attend(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segments
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
+from jaxllm.models.layers.residual_stream import Stream, as_kind, residual_by_segment, whole
 from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
 from jaxllm.models.packed_weight import within_stack
@@ -257,12 +260,12 @@ class Functional:
         self, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], ctx: AttentionContext
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Transformer blocks of all segments. The context is a carry of the scan: its KV cache is updated in place."""
-        first = 0
+        first, stream = 0, x
         with sharding.use_rules(self.rules):
             for s, (group, repeats) in enumerate(self.config.segments):
-                x, ctx = self._segment(s, first, params["segments"][str(s)], x, positions, ctx)
+                stream, ctx = self._segment(s, first, params["segments"][str(s)], stream, positions, ctx)
                 first += len(group) * repeats
-        return x, ctx
+            return whole(stream), ctx
 
     def group(
         self,
@@ -280,10 +283,27 @@ class Functional:
 
         Args:
             wrap: replaces the weights of matmuls, for remat policies; None: none.
+
+        Raises:
+            ConfigError: the model has another residual stream than the plain one, which ``blocks`` alone carries.
         """
+        self._check_plain()
+        return self._group(s, params, x, positions, first, ctx, wrap)
+
+    def _check_plain(self) -> None:
+        if self.config.residual != "plain":
+            raise ConfigError(
+                f"model: residual = {self.config.residual!r} needs all layers in one program, which pipeline stages, "
+                "streamed weights, drafts by layers in parallel and optimizers that go layer by layer do not have: "
+                "leave them out, or choose residual = 'plain'."
+            )
+
+    def _group(
+        self, s: int, params: Params, x: Stream, positions: Array, first: Any, ctx: Any, wrap: Wrap | None
+    ) -> tuple[Any, AttentionContext]:
         with sharding.use_rules(self.rules), jax.named_scope("layers"):
             for b in range(len(self._modules["segments"][s])):
-                x, ctx = self.block(s, b, params[str(b)], first + b, wrap)(x, positions, first + b, ctx)
+                x, ctx = self._block(s, b, params[str(b)], first + b, wrap)(x, positions, first + b, ctx)
         return x, ctx
 
     def block(self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None = None) -> Block:
@@ -293,7 +313,14 @@ class Functional:
             params: its parameters, not stacked.
             layer: its number in the model.
             wrap: see ``group``.
+
+        Raises:
+            ConfigError: as ``group``.
         """
+        self._check_plain()
+        return self._block(s, b, params, layer, wrap)
+
+    def _block(self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None) -> Block:
         kind: MatmulPrecision = self.config.matmul_precision
 
         def weight(value: Array | Weight, matmul: int) -> Array | Weight:
@@ -339,28 +366,30 @@ class Functional:
         s: int,
         first: int,
         params: Params | tuple[Params, ...],
-        x: Array,
+        x: Stream,
         positions: Array,
         ctx: AttentionContext,
-    ) -> tuple[Array, AttentionContext]:
+    ) -> tuple[Stream, AttentionContext]:
         size, repeats = len(self.config.segments[s][0]), self.config.segments[s][1]
 
         def group(
-            carry: tuple[Array, AttentionContext], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
+            carry: tuple[Stream, AttentionContext], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
         ) -> tuple[Any, None]:
             group_params, repeat = join(step[0], step[1]), step[1]
-            return self.group(s, group_params, carry[0], positions, first + repeat * size, carry[1], wrap), None
+            return self._group(s, group_params, carry[0], positions, first + repeat * size, carry[1], wrap), None
 
-        pieces = remat.policies_by_segment(self.config.remat, self.config.segments)[s]
+        pieces = _pieces(self.config, s)
         carry = x, ctx
         params, join = (params, lambda own, repeat: own) if isinstance(params, tuple) else within_stack(params)
         if isinstance(params, tuple):
-            names = [name for name, count in pieces for _ in range(count)]
-            for repeat, (name, group_params) in enumerate(zip(names, params, strict=True)):
+            each = [(name, kind) for name, kind, count in pieces for _ in range(count)]
+            for repeat, ((name, kind), group_params) in enumerate(zip(each, params, strict=True)):
+                carry = as_kind(carry[0], kind), carry[1]
                 carry, _ = remat.checkpointed(name, group)(carry, (group_params, jnp.int32(repeat)))
             return carry
         start, steps = 0, (params, jnp.arange(repeats, dtype=jnp.int32))
-        for name, count in pieces:
+        for name, kind, count in pieces:
+            carry = as_kind(carry[0], kind), carry[1]
             own = steps if count == repeats else jax.tree.map(lambda p, i=start, n=count: p[i : i + n], steps)
             carry = remat.scan(name, group, carry, own, count, self.config.unroll or count)
             start += count
@@ -414,6 +443,15 @@ class Functional:
         draws = remat.draws(self.config.remat) or self.config.matmul_precision == "mxfp4"
         with with_batch_seed(tokens) if draws else contextlib.nullcontext():
             return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
+
+
+def _pieces(config: DecoderConfig, s: int) -> list[tuple[remat.Policy, str, int]]:
+    """Remat policy and kind of residual stream of segment ``s``'s layers in order, each with its number of repeats."""
+    policies = remat.policies_by_segment(config.remat, config.segments)[s]
+    kinds = residual_by_segment(config.residual, config.segments)[s]
+    names = [name for name, count in policies for _ in range(count)]
+    each = zip(names, (kind for kind, count in kinds for _ in range(count)), strict=True)
+    return [(name, kind, len(list(same))) for (name, kind), same in itertools.groupby(each)]
 
 
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:

@@ -37,6 +37,7 @@ from jaxtyping import Array
 import sharding
 from jaxllm.models.batch_seed import current_batch_seed
 from jaxllm.models.compact_matmul import CompactWeight
+from jaxllm.models.layers.values_by_layers import parse_by_layers, split_by_segment
 from jaxllm.models.linear import Weight, dense, gather, matmul_by_expert, project
 from pallas_kernels.flash_attention import RESIDUALS
 from sharding import LogicalAxes
@@ -59,6 +60,13 @@ INPUT, PRODUCT = "block_input", "product"
 OFFLOADED = (INPUT, PRODUCT, *RESIDUALS[3:], "residual")
 
 
+_LEGAL = (
+    f"give one of {', '.join(name for name in get_args(Name) if name != 'compact')}, offload with the share of tokens "
+    '("offload:0.5"), compact with the share of elements to keep ("compact:0.25"), or several with their numbers of '
+    'layers, such as "none=8,full=24".'
+)
+
+
 class RematError(ValueError):
     """Unknown remat policy, or one that does not fit the layers; the message names the legal ones."""
 
@@ -69,20 +77,13 @@ def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
     Raises:
         RematError: the text is not a policy or a list of them.
     """
-    out: list[tuple[Policy, int | None]] = []
-    for part in remat.split(","):
-        policy, equals, count = part.strip().partition("=")
-        if not _legal(policy) or (equals and not (count.isdigit() and int(count))):
-            names = ", ".join(name for name in get_args(Name) if name != "compact")
-            raise RematError(
-                f"model: remat = {remat!r}; give one of {names}, offload with the share of tokens "
-                '("offload:0.5"), compact with the share of elements to keep ("compact:0.25"), or several with their '
-                'numbers of layers, such as "none=8,full=24".'
-            )
-        out.append((policy, int(count) if equals else None))
-    if len(out) > 1 and any(count is None for _, count in out[:-1]):
-        raise RematError(f"model: remat = {remat!r}; only the last policy may omit its number of layers.")
-    return tuple(out)
+    try:
+        policies = parse_by_layers(remat)
+    except ValueError as error:
+        raise RematError(f"model: remat = {remat!r}; {error}. {_LEGAL}") from None
+    if not all(_legal(policy) for policy, _ in policies):
+        raise RematError(f"model: remat = {remat!r}; {_LEGAL}")
+    return policies
 
 
 def _legal(policy: Policy) -> bool:
@@ -116,33 +117,15 @@ def policies_by_segment(remat: str, segments: Sequence[tuple[Sequence[Any], int]
     Raises:
         RematError: the numbers of layers do not add up, or a policy ends inside a group that repeats together.
     """
-    layers = sum(len(group) * repeats for group, repeats in segments)
     policies = parse(remat)
-    counted = sum(count or 0 for _, count in policies)
-    rest = layers - counted
-    if rest < 0 or (policies[-1][1] is not None and rest) or (policies[-1][1] is None and not rest):
-        raise RematError(f"model: remat = {remat!r} covers {counted} layers, but the model has {layers}.")
-    names = [name for name, _ in policies]
-    left = [rest if count is None else count for _, count in policies]
-    out: list[list[tuple[Policy, int]]] = []
-    for group, repeats in segments:
-        pieces: list[tuple[Policy, int]] = []
-        while repeats:
-            name, some = names[0], min(repeats, left[0] // len(group))
-            if not some:
-                raise RematError(
-                    f"model: remat = {remat!r} splits a group of {len(group)} layers that repeat together; give each "
-                    f"policy a multiple of {len(group)} layers."
-                )
-            if name == "sqrt":
-                chunks(some)
-            pieces.append((name, some))
-            repeats -= some
-            left[0] -= some * len(group)
-            if not left[0]:
-                names, left = names[1:], left[1:]
-        out.append(pieces)
-    return out
+    try:
+        pieces = split_by_segment(policies, segments)
+    except ValueError as error:
+        raise RematError(f"model: remat = {remat!r} {error}") from None
+    for name, repeats in (piece for own in pieces for piece in own):
+        if name == "sqrt":
+            chunks(repeats)
+    return pieces
 
 
 def policies_by_layer(remat: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[Policy]:

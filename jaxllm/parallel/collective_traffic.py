@@ -93,6 +93,7 @@ class _Step:
         tensor = self.size(self.axes("act_heads"))
         unknown = {
             f'remat = "{config.remat}"': config.remat != "full",
+            f'residual = "{config.residual}"': config.residual != "plain",
             "a tied embedding": config.tied,
             "learned positions": config.learned_positions is not None,
             "experts folded over other axes": self.model.rules.folding is not None,

@@ -20,8 +20,9 @@ from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import ChatTemplate, Tokenizer
 
-RUN_FIELDS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll")
-"""Fields of the architecture that the run chooses; all others must be the model's."""
+RUN_FIELDS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll", "residual")
+"""Fields of the architecture that the run chooses; all others must be the model's. None of them changes what parameters
+there are, so that plain layers can be fine-tuned into ladder ones."""
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,9 @@ def test_pages_with_scales_fill_tiles_of_tpus(kv, page_size, of_tpu):
 
 
 def test_an_engine_rounds_its_pages_for_the_device(monkeypatch):
-    monkeypatch.setattr("jaxllm.infer.engine.engine.with_whole_tiles", lambda config, _: with_whole_tiles(config, "tpu"))
+    monkeypatch.setattr(
+        "jaxllm.infer.engine.engine.with_whole_tiles", lambda config, _: with_whole_tiles(config, "tpu")
+    )
     sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype="int4", page_size=8, samplers=("plain",))
     engine = engines.build(sizes)
     assert engine.runner.spec.page_size == engine.config.page_size == 128

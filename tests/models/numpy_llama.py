@@ -6,6 +6,7 @@ Legend: S sequence, D embed, H head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -116,18 +117,35 @@ def _index(weight: Any, repeat: int) -> Any:
     return {k: v[repeat] for k, v in weight.items()} if isinstance(weight, dict) else weight[repeat]
 
 
-def logits(config: DecoderConfig, params: Any, tokens: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
-    """Logits [S V] of one row of tokens; ``params`` as numpy arrays."""
+def logits(
+    config: DecoderConfig,
+    params: Any,
+    tokens: np.ndarray,
+    positions: np.ndarray | None = None,
+    ladder: Collection[int] = (),
+) -> np.ndarray:
+    """Logits [S V] of one row of tokens; ``params`` as numpy arrays.
+
+    Args:
+        ladder: layers whose sublayers read the embedding and the outputs of all sublayers but the last one
+            (arXiv:2501.06589, section 3), as far back as these layers go without a gap.
+    """
     positions = np.arange(len(tokens)) if positions is None else positions
     x = params["embedding"]["table"][tokens] * config.embed_scale
     if config.learned_positions is not None:
         x = x + params["embedding"]["positions"][positions]
-    for block, layer in zip(config.blocks, layers(config, params), strict=True):
+    outputs = [x]
+    for n, (block, layer) in enumerate(zip(config.blocks, layers(config, params), strict=True)):
+        # The first of such layers begins with a whole stream: its attention has no sublayer of theirs before it.
+        late = n in ladder and n - 1 in ladder, n in ladder
         before = lambda name, y, b=block, w=layer: y if b.norms == "post" else norm(config, w[name], y)  # noqa: E731
         after = lambda name, y, b=block, w=layer: y if b.norms == "pre" else norm(config, w[name], y)  # noqa: E731
+        x = np.sum(outputs[:-1] if late[0] else outputs, 0)
         attended = attention(config, block.attention, layer["attention"], before("attention_norm", x), positions)
-        x = x + after("attention_out_norm", attended)
-        x = x + after("mlp_out_norm", feed_forward(block.mlp, layer["mlp"], before("mlp_norm", x)))
+        outputs.append(after("attention_out_norm", attended))
+        x = np.sum(outputs[:-1] if late[1] else outputs, 0)
+        outputs.append(after("mlp_out_norm", feed_forward(block.mlp, layer["mlp"], before("mlp_norm", x))))
+    x = np.sum(outputs, 0)
     table = params["embedding"]["table"] if config.tied else params["head"]["weight"]
     out = norm(config, params["head"]["norm"], x) @ table.T
     return out if config.logit_softcap is None else config.logit_softcap * np.tanh(out / config.logit_softcap)

@@ -124,7 +124,7 @@ def test_layers_can_have_policies_of_their_own():
         ("offload:2", "with the share of tokens"),
         ("full:0.5", "with the share of tokens"),
         ("full=0,none", "give one of"),
-        ("full,none=2", "only the last policy may omit"),
+        ("full,none=2", "only the last value may omit"),
         ("full=4", "covers 4 layers, but the model has 8"),
         ("full=9", "covers 9 layers, but the model has 8"),
         ("full=8,none", "covers 8 layers, but the model has 8"),

@@ -372,11 +372,13 @@ def _with_layers(config: DecoderConfig, layers: int) -> DecoderConfig:
 
 
 def check_remat(config: DecoderConfig) -> None:
-    """Raises for remat policies without a formula.
+    """Raises for remat policies and residual streams without a formula.
 
     Raises:
-        NotImplementedError: names the supported policies.
+        NotImplementedError: names what is supported.
     """
+    if config.residual != "plain":
+        raise NotImplementedError(f'model.residual = "{config.residual}": the cost model supports plain.')
     if config.remat not in get_args(Remat) and offloaded_share(config.remat) is None:
         legal = ", ".join((*get_args(Remat), "offload"))
         raise NotImplementedError(f'model.remat = "{config.remat}": the cost model supports {legal}, for all layers.')

@@ -59,10 +59,15 @@ def stepper(run: RunConfig) -> tuple[Any, Any]:
     return transform, quick.jit(train_step(grads, transform, rate, step_links(run)), donate_argnums=0)
 
 
-def trained(run: RunConfig, seed: int) -> tuple[TrainState, list[dict[str, float]]]:
-    """The state after all steps, and each step's metrics; a seed draws the same parameters and data for every run."""
+def trained(run: RunConfig, seed: int, first: Any = None) -> tuple[TrainState, list[dict[str, float]]]:
+    """The state after all steps, and each step's metrics; a seed draws the same parameters and data for every run.
+
+    Args:
+        first: parameters to begin from; None: drawn ones.
+    """
     transform, step = stepper(run)
-    first = quick.params(dataclasses.replace(run.model, param_dtype="float32"), seed, scale=0.15)
+    if first is None:
+        first = quick.params(dataclasses.replace(run.model, param_dtype="float32"), seed, scale=0.15)
     params = jax.tree.map(lambda x: jnp.asarray(x, run.model.param_dtype), first)
     extras = {name: init(params) for name, init in link_states(step_links(run)).items()}
     state = TrainState(params, transform.init(params), jnp.int32(0), jax.random.key(seed), extras)

@@ -109,8 +109,8 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
         way = "tight, recompute"
     # Trees, swapped pages and tokens over devices go with formats that encode a token by itself.
     trees, each = name == "tree", name == "tree" or way in ("tight, swap", "context=2")
-    wide = way in MESHES
-    refused = lambda form: (each and form.residual) or (wide and form.orders_channels) or form.on_host  # noqa: E731
+    unordered = way in MESHES or way == "layers apart"
+    refused = lambda form: (each and form.residual) or (unordered and form.orders_channels) or form.on_host  # noqa: E731
     lossy = ("bfloat16", *(form for form in quantised_formats() if not refused(kv_format(form))))
     kv = "auto" if rng.random() < 0.5 or family in engines.MIXTURES else str(rng.choice(lossy))
     engine = build(way, family, kv_dtype=kv, draft_trees=trees, draft_features=name in HEADS)
