@@ -108,7 +108,7 @@ def speculated_is_plain(seed: int) -> dict[str, float]:
     if name in HEADS and way == "tight, swap":  # which features do not go with
         way = "tight, recompute"
     # Trees, swapped pages and tokens over devices go with formats that encode a token by itself.
-    trees, each = name == "tree", name == "tree" or way in ("tight, swap", "context=2")
+    trees, each = name == "tree", name == "tree" or way in ("tight, swap", "context=2", "contiguous")
     unordered = way in MESHES or way == "layers apart"
     refused = lambda form: (each and form.residual) or (unordered and form.orders_channels) or form.on_host  # noqa: E731
     lossy = ("bfloat16", *(form for form in quantised_formats() if not refused(kv_format(form))))
