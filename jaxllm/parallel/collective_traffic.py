@@ -54,6 +54,10 @@ def expected_collectives(
     Raises:
         NotImplementedError: there is no formula for the plan; says for which part.
     """
+    if plan.context == "by_need":
+        raise NotImplementedError(
+            'collective traffic with context = "by_need": the documents of a batch decide on its micro-steps and rings.'
+        )
     step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate, proven)
     if proven:
         step.check()
