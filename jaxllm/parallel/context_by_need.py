@@ -8,8 +8,9 @@ short documents sends no keys and values at all.
 - Ring sizes are the divisors of the axis ``context``, up to the smallest that holds the longest row: a bounded number
   of ways to run, all of them in the one compiled step.
 - Longest documents come first, and fill the rings of a micro-step; what is left of their slots has short documents.
-- Short documents go, the longest first, where they raise the quadratic work of the busiest device least. A micro-step
-  is added when one fits nowhere, so all but the last are more than half full.
+- The others are packed in slots of further micro-steps, tightly or evenly. Of several ways, the one that takes the
+  least time is chosen: a micro-step takes what its busiest device does, the quadratic work of its documents and the
+  work of all tokens of a slot, padding included.
 
 Legend: B rows of a batch, S tokens of a row, M micro-steps, R rows of devices (all axes that split batches), C devices
 of ``context``, L tokens of a slot.
@@ -17,14 +18,17 @@ of ``context``, L tokens of a slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
+from jaxllm.data.sequence_packing import best_fit
 from pallas_kernels.ring_attention.layout import Layout
 from sharding import ShardingError
 
@@ -75,6 +79,7 @@ class ContextSlots:
         seq_len: tokens of the longest document.
         tokens: of a batch, padding included.
         layout: of a document that is split: which of its tokens each device of its ring has.
+        token_pairs: pairs of a query and a key that cost as much as all else that a token costs.
 
     Raises:
         ShardingError: a row is longer than all devices of ``context`` hold; names the nearest legal settings.
@@ -86,6 +91,7 @@ class ContextSlots:
     seq_len: int
     tokens: int
     layout: Layout = "zigzag"
+    token_pairs: float = 0.0
 
     def __post_init__(self) -> None:
         held = self.slot * self.devices
@@ -108,10 +114,10 @@ class ContextSlots:
         """M, the most micro-steps of a batch, whatever its documents are.
 
         Documents of a ring fill more than the size before it does, the last ring of each size apart; slots of short
-        documents are more than half full, those of the last micro-step apart.
+        documents are more than half full, those of the last micro-step apart; and there may be one micro-step more.
         """
         ratio = max((b / a for a, b in zip(self.sizes, self.sizes[1:], strict=False)), default=2.0)
-        return int(max(ratio, 2.0) * self.tokens / (self.rows * self.devices * self.slot)) + len(self.sizes)
+        return int(max(ratio, 2.0) * self.tokens / (self.rows * self.devices * self.slot)) + len(self.sizes) + 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -136,35 +142,42 @@ class ContextSlots:
         """Places documents in slots.
 
         Args:
-            lengths: tokens of each document, in the order of the flattened batch; 0 or less for runs of padding, of
+            lengths: tokens of each document, in the order of the flattened batch; negative for runs of padding, of
                 so many tokens.
         """
         sizes = np.abs(np.asarray(lengths, np.int64))
-        starts = np.concatenate([[0], np.cumsum(sizes)])
         documents = np.flatnonzero(np.asarray(lengths) > 0)
         documents = documents[np.argsort(-sizes[documents], kind="stable")]
-        slots = _OpenSlots(self.rows * self.devices, self.slot)
+        each = self.rows * self.devices
+        long, short = (
+            documents[there].tolist() for there in (sizes[documents] > self.slot, sizes[documents] <= self.slot)
+        )
         rings, parts = [], []  # parts: (slot, document, its tokens there)
-        long = [d for d in documents.tolist() if sizes[d] > self.slot]
         while long:
-            size = next(n for n in self.sizes if n * self.slot >= sizes[long[0]])
-            base = slots.open()
-            rings.append(size)
-            groups = self.rows * self.devices // size
-            for group, d in enumerate(long[:groups]):
-                for r, tokens in enumerate(self._split(int(sizes[d]), size)):
-                    at = base + group * size + r
-                    parts.append((at, d, tokens))
-                    slots.add(at, len(tokens), int((tokens + 1).sum()))
-            long = long[groups:]
-        for d in documents[sizes[documents] <= self.slot].tolist():
-            n = int(sizes[d])
-            if (at := slots.best(n)) < 0:
-                at = slots.open()
-                rings.append(1)
-            parts.append((at, d, np.arange(n)))
-            slots.add(at, n, n * (n + 1) // 2)
-        source = np.full(self.most * self.rows * self.devices * self.slot, -1, np.int64)
+            ring = next(n for n in self.sizes if n * self.slot >= sizes[long[0]])
+            first = each * len(rings)
+            rings.append(ring)
+            for group, d in enumerate(long[: each // ring]):
+                split = self._split(int(sizes[d]), ring)
+                parts += [(first + group * ring + r, d, tokens) for r, tokens in enumerate(split)]
+            long = long[each // ring :]
+        ringed = _Slots.of(each * len(rings), each, self.slot, [(at, tokens) for at, _, tokens in parts])
+        ways = [
+            way for longer in (False, True) for way in _places_of_short(sizes[short], ringed, each, self.slot, longer)
+        ]
+        at, slots = min(ways, key=lambda way: (way[1].longest + self.slot * self.token_pairs).sum())
+        parts += [(slot, d, np.arange(sizes[d])) for slot, d in zip(at.tolist(), short, strict=True)]
+        return self._placement(sizes, parts, rings, slots.work.reshape(-1, each))
+
+    def _placement(
+        self,
+        sizes: Int[np.ndarray, " documents"],
+        parts: list[tuple[int, int, np.ndarray]],
+        rings: list[int],
+        work: Int[np.ndarray, "m slots"],
+    ) -> Placement:
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        source = np.full(math.prod(self.shape), -1, np.int64)
         document = np.zeros(len(source), np.int32)
         used = np.zeros(self.most * self.rows * self.devices, np.int64)
         for at, d, tokens in parts:
@@ -172,7 +185,7 @@ class ContextSlots:
             source[first : first + len(tokens)] = starts[d] + tokens
             document[first : first + len(tokens)] = d + 1
             used[at] += len(tokens)
-        work = slots.work.reshape(-1, self.rows * self.devices)
+        rings = [*rings, *[1] * (len(work) - len(rings))]
         return Placement(source.reshape(self.shape), document.reshape(self.shape), rings, work)
 
     def arrange(self, batch: Any) -> SlottedBatch:
@@ -200,7 +213,7 @@ class ContextSlots:
         rings[: len(placed.rings)] = [self.sizes.index(n) for n in placed.rings]
         return SlottedBatch(rows, rings, np.int32(len(placed.rings)))
 
-    def _split(self, length: int, size: int) -> list[Int[np.ndarray, " tokens"]]:
+    def _split(self, length: int, size: int) -> list[np.ndarray]:
         """Tokens of a document on each device of its ring, ascending; at most L on each."""
         if self.layout == "striped":
             return [np.arange(r, length, size) for r in range(size)]
@@ -216,37 +229,99 @@ class ContextSlots:
         ]
 
 
-class _OpenSlots:
-    """Slots of the micro-steps so far: their room and work, and the most work of a slot of each micro-step."""
+@dataclass
+class _Slots:
+    """Slots of the micro-steps so far.
 
-    def __init__(self, each: int, slot: int):
-        self._each, self._slot = each, slot
-        self.room, self.work, self._most = (np.zeros(0, np.int64) for _ in range(3))
+    Attributes:
+        room: tokens left in each.
+        work: pairs of a query and a key that each has.
+        each: slots of a micro-step.
+    """
 
-    def open(self) -> int:
-        """Adds the slots of a micro-step; returns the first."""
-        first = len(self.room)
-        self.room = np.concatenate([self.room, np.full(self._each, self._slot)])
-        self.work = np.concatenate([self.work, np.zeros(self._each, np.int64)])
-        self._most = np.concatenate([self._most, np.zeros(self._each, np.int64)])
-        return first
+    room: Int[np.ndarray, " slots"]
+    work: Int[np.ndarray, " slots"]
+    each: int
 
-    def add(self, at: int, tokens: int, work: int) -> None:
-        """Adds a part of a document to a slot."""
-        self.room[at] -= tokens
-        self.work[at] += work
-        step = slice(at - at % self._each, at - at % self._each + self._each)
-        self._most[step] = np.maximum(self._most[step], self.work[at])
+    @classmethod
+    def of(cls, slots: int, each: int, slot: int, parts: list[tuple[int, np.ndarray]]) -> _Slots:
+        """So many slots with parts of documents: (slot, places within the document)."""
+        found = cls(np.full(slots, slot, np.int64), np.zeros(slots, np.int64), each)
+        for at, tokens in parts:
+            found.room[at] -= len(tokens)
+            found.work[at] += int((tokens + 1).sum())
+        return found
 
-    def best(self, tokens: int) -> int:
-        """Slot with room for a short document whose micro-step becomes the least longer; -1 if none has."""
-        fits = np.flatnonzero(self.room >= tokens)
+    @property
+    def longest(self) -> Int[np.ndarray, " micro_steps"]:
+        """Work of the busiest slot of each micro-step."""
+        return self.work.reshape(-1, self.each).max(axis=1)
+
+    def least(self, tokens: int, longer: bool) -> int:
+        """Slot with room for a short document whose micro-step gets the least longer; -1 if there is none.
+
+        Args:
+            longer: whether a micro-step may get longer at all.
+        """
+        after = self.work + tokens * (tokens + 1) // 2
+        more = np.maximum(after - np.repeat(self.longest, self.each), 0)
+        fits = np.flatnonzero((self.room >= tokens) & (longer | (more == 0)))
         if not len(fits):
             return -1
-        after = self.work[fits] + tokens * (tokens + 1) // 2
-        longer = np.maximum(after - self._most[fits], 0)
-        best = np.flatnonzero(longer == longer.min())
-        return int(fits[best[np.argmin(after[best])]])
+        best = fits[more[fits] == more[fits].min()]
+        return int(best[np.argmin(after[best])])
+
+    def add(self, at: int, tokens: int) -> None:
+        """Adds a short document to a slot."""
+        self.room[at] -= tokens
+        self.work[at] += tokens * (tokens + 1) // 2
+
+
+def _places_of_short(
+    lengths: Int[np.ndarray, " documents"], ringed: _Slots, each: int, slot: int, longer: bool
+) -> Iterator[tuple[Int[np.ndarray, " documents"], _Slots]]:
+    """Ways to place short documents, the longest first: the slot of each, and all slots after it.
+
+    What rings have left is filled first, as far as their micro-steps do not get longer, or as far as there is room.
+    The others get micro-steps of their own: by best fit, or by least work in as many micro-steps or in one more. Slots
+    of similar work come into one micro-step.
+    """
+    slots = replace(ringed, room=ringed.room.copy(), work=ringed.work.copy())
+    at = np.full(len(lengths), -1, np.int64)
+    for i, n in enumerate(lengths.tolist() if len(slots.work) else ()):
+        if (there := slots.least(n, longer)) >= 0:
+            slots.add(there, n)
+            at[i] = there
+    rest = np.flatnonzero(at < 0)
+    tight = best_fit(lengths[rest], slot)
+    fewest = each * -(-int(tight.max(initial=-1) + 1) // each)
+    found = [(fewest, tight), *((own, _least_work(lengths[rest], own, slot)) for own in (fewest, fewest + each))]
+    for own, rows in found:
+        if rows is None:
+            continue
+        work = np.bincount(rows, lengths[rest] * (lengths[rest] + 1) // 2, own).astype(np.int64)
+        ranked = np.argsort(-work, kind="stable")
+        whole = at.copy()
+        whole[rest] = len(slots.work) + np.argsort(ranked)[rows]
+        room = slot - np.bincount(rows, lengths[rest], own).astype(np.int64)[ranked]
+        yield whole, _Slots(np.append(slots.room, room), np.append(slots.work, work[ranked]), each)
+
+
+def _least_work(lengths: Int[np.ndarray, " n"], slots: int, slot: int) -> Int[np.ndarray, " n"] | None:
+    """Slot of each document, the longest first: the one with the least work that has room; None: one finds none."""
+    rows = np.empty(len(lengths), np.int64)
+    heap = [(0, at, slot) for at in range(slots)]  # (work, slot, room): a heap
+    for i, n in enumerate(lengths.tolist()):
+        full = []
+        while heap and heap[0][2] < n:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        work, rows[i], room = heap[0]
+        heapq.heapreplace(heap, (work + n * (n + 1) // 2, int(rows[i]), room - n))
+        for one in full:
+            heapq.heappush(heap, one)
+    return rows
 
 
 def document_lengths(segment_ids: Int[np.ndarray, "B S"]) -> list[int]:

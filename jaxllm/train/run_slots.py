@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.parallel.context_by_need import ContextSlots, SlottedBatch
 from jaxllm.train.config import RunConfig
+from jaxllm.train.model_flops import forward_flops_per_token
 from sharding import Rules
 
 
@@ -30,10 +31,16 @@ def context_slots(config: RunConfig, mesh: Mesh | AbstractMesh, rules: Rules) ->
     data, rows = config.data, math.prod(mesh.shape.get(axis, 1) for axis in rules.mesh_axes("batch"))
     slot = config.parallel.slot or data.batch_size * data.seq_len // (config.accumulate * rows * devices)
     slots = ContextSlots(
-        rows, devices, slot, data.seq_len, data.batch_size * data.seq_len, layout=config.parallel.layout
+        rows, devices, slot, data.seq_len, data.batch_size * data.seq_len, config.parallel.layout, token_pairs(config)
     )
     rules.spec(("batch", "residual_seq"), mesh, slots.shape[1:], what="slots of all devices (parallel.slot x context)")
     return slots
+
+
+def token_pairs(config: RunConfig) -> float:
+    """Pairs of a query and a key whose FLOPs are those of all else that a token of a run takes."""
+    tokens, whole = (forward_flops_per_token(config.model, lambda _, n=n: n) for n in (0.0, 1.0))
+    return tokens / (whole - tokens)
 
 
 def slotted_shardings(rows: NamedSharding) -> SlottedBatch:

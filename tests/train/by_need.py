@@ -10,6 +10,7 @@ import numpy as np
 from jaxllm.compiler import hlo
 from jaxllm.compiler.collectives import CollectiveReader
 from jaxllm.data import Batch
+from jaxllm.data.sequence_packing import pack_documents
 from jaxllm.parallel.context_by_need import ContextSlots
 from pallas_kernels.ring_attention.layout import order
 
@@ -32,6 +33,19 @@ def mixed_batch(seed: int, rows: int, seq_len: int, vocab_size: int) -> Batch:
             at += n + int(rng.random() < 0.2)
     targets[(segments == 0) | (rng.random(shape) < 0.1)] = -1
     return Batch(tokens, targets, segments, positions)
+
+
+def drawn_batch(seed: int, rows: int, seq_len: int, spread: float) -> Batch:
+    """Rows of whole documents, packed by best fit and shuffled; without tokens.
+
+    Args:
+        spread: standard deviation of the logarithm of the lengths, whose median is an eighth of a row.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(np.log(seq_len / 8), spread, 12 * rows)).clip(2, seq_len + 1).astype(np.int64)
+    plan = pack_documents(np.zeros(len(lengths), np.int64), lengths, seq_len)
+    assert plan.rows >= rows
+    return plan.gather(np.zeros(seq_len + 1, np.int32), rng.permutation(plan.rows)[:rows])
 
 
 def padded(batch: Batch) -> Batch:
