@@ -141,7 +141,7 @@ class Segments:
     Attributes:
         segment_ids: document number of each token, 0 for padding; None when every row is one document.
         layout: assignment of tokens to shards where the sequence is split over devices (context parallelism).
-        ring: index of the ring size in use, where documents lie in slots (``jaxllm.parallel.context_by_need``): a
+        ring: index of the ring size in use, where documents lie in slots (``jaxllm.data.context_by_need``): a
             document is then split over one ring at most, and its positions, not a layout, say what is visible.
         ring_sizes: the ring sizes that there are.
     """

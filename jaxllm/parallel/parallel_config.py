@@ -46,7 +46,7 @@ class ParallelConfig:
         context: context parallelism over the axis ``context``: "ring" is ring attention (arXiv:2310.01889);
             "all_gather" gathers all keys and values on each device (as in Llama 3, arXiv:2407.21783); "by_need" gives
             each document a ring of as many devices as it needs, and short ones none
-            (``jaxllm.parallel.context_by_need``).
+            (``jaxllm.data.context_by_need``).
         slot: with context "by_need", tokens that a device has at a time; 0: as many as of a micro-batch.
         experts: factoring of the devices for experts, where it is another one than attention's (``sharding.folding``):
             "expert=8", or with the experts' width split too, "expert=4,tensor=2"; empty: experts are split over

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jaxllm.parallel.context_by_need import ContextSlots, SlottedBatch
+from jaxllm.data.context_by_need import ContextSlots, SlottedBatch
 from jaxllm.train.config import RunConfig
 from jaxllm.train.model_flops import forward_flops_per_token
 from sharding import Rules

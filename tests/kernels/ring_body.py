@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.parallel.context_by_need import ContextSlots
+from jaxllm.data.context_by_need import ContextSlots
 from pallas_kernels._compat import interpreting
 from pallas_kernels.flash_attention import config, flash_attention
 from pallas_kernels.ring_attention import order, ring_attention

@@ -10,8 +10,8 @@ import numpy as np
 from jaxllm.compiler import hlo
 from jaxllm.compiler.collectives import CollectiveReader
 from jaxllm.data import Batch
+from jaxllm.data.context_by_need import ContextSlots
 from jaxllm.data.sequence_packing import pack_documents
-from jaxllm.parallel.context_by_need import ContextSlots
 from pallas_kernels.ring_attention.layout import order
 
 SHORTEST = 3

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.data.context_by_need import ContextSlots, document_lengths
 from jaxllm.models import functional
-from jaxllm.parallel.context_by_need import ContextSlots, document_lengths
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import train, value_and_grad
 from jaxllm.train.run_sharding import sharding_table

@@ -59,7 +59,7 @@ def loss_sums(
         objective: the loss; None: next-token cross-entropy with this z-loss. One that runs its own forward passes has
             no routing losses.
         ring: ring sizes, and the index of the one in use, where the documents of the batch lie in slots
-            (``jaxllm.parallel.context_by_need``); None: rows are split by the layout.
+            (``jaxllm.data.context_by_need``); None: rows are split by the layout.
     """
     objective = _given_or_cross_entropy(objective, z_loss)
     items = objective.items(batch)
@@ -210,7 +210,7 @@ def value_and_grad(
         trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``), a tree of
             booleans; None: all.
         ring_sizes: those of batches whose documents lie in slots: the function then takes a ``SlottedBatch``
-            (``jaxllm.parallel.context_by_need``), of which each micro-step is a micro-batch. Empty: a plain batch.
+            (``jaxllm.data.context_by_need``), of which each micro-step is a micro-batch. Empty: a plain batch.
 
     Raises:
         NotImplementedError: when traced with packed expert weights, which have no gradients.

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.data import DataConfig
+from jaxllm.data.context_by_need import ContextSlots
 from jaxllm.models import functional
 from jaxllm.optim import OptimConfig, ScheduleConfig, optimizer, schedule
-from jaxllm.parallel.context_by_need import ContextSlots
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig, TrainState, abstract_state, train_step
 from jaxllm.train.run import build_value_and_grad, check_batch

@@ -47,8 +47,8 @@ class SlottedBatch(NamedTuple):
     count: Any
 
 
-class Placement(NamedTuple):
-    """Where the documents of a batch are.
+class SlotPlacement(NamedTuple):
+    """Placement of the documents of a batch in slots.
 
     Attributes:
         source: index in the flattened batch of the token at each place, [M R C*L]; -1 for padding.
@@ -138,7 +138,7 @@ class ContextSlots:
             low = high
         return "\n".join(lines)
 
-    def place(self, lengths: Sequence[int]) -> Placement:
+    def place(self, lengths: Sequence[int]) -> SlotPlacement:
         """Places documents in slots.
 
         Args:
@@ -175,7 +175,7 @@ class ContextSlots:
         parts: list[tuple[int, int, np.ndarray]],
         rings: list[int],
         work: Int[np.ndarray, "m slots"],
-    ) -> Placement:
+    ) -> SlotPlacement:
         starts = np.concatenate([[0], np.cumsum(sizes)])
         source = np.full(math.prod(self.shape), -1, np.int64)
         document = np.zeros(len(source), np.int32)
@@ -186,7 +186,7 @@ class ContextSlots:
             document[first : first + len(tokens)] = d + 1
             used[at] += len(tokens)
         rings = [*rings, *[1] * (len(work) - len(rings))]
-        return Placement(source.reshape(self.shape), document.reshape(self.shape), rings, work)
+        return SlotPlacement(source.reshape(self.shape), document.reshape(self.shape), rings, work)
 
     def arrange(self, batch: Any) -> SlottedBatch:
         """A batch with its documents in slots: a function of the batch alone.
