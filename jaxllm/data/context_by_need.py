@@ -166,7 +166,7 @@ class ContextSlots:
             way for longer in (False, True) for way in _places_of_short(sizes[short], ringed, each, self.slot, longer)
         ]
         at, slots = min(ways, key=lambda way: (way[1].longest + self.slot * self.token_pairs).sum())
-        parts += [(slot, d, np.arange(sizes[d])) for slot, d in zip(at.tolist(), short, strict=True)]
+        parts += [(slot, d, np.arange(int(sizes[d]))) for slot, d in zip(at.tolist(), short, strict=True)]
         return self._placement(sizes, parts, rings, slots.work.reshape(-1, each))
 
     def _placement(
