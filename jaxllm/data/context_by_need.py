@@ -18,7 +18,6 @@ of ``context``, L tokens of a slot.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,14 +50,14 @@ class SlotPlacement(NamedTuple):
     """Placement of the documents of a batch in slots.
 
     Attributes:
-        source: index in the flattened batch of the token at each place, [M R C*L]; -1 for padding.
+        source: index in the flattened batch of the token at each place of the micro-steps with tokens; -1 for padding.
         document: number of the document there, from 1; 0 for padding.
         rings: ring size of each micro-step with tokens.
         work: pairs of a query and a key that each device computes, [micro-steps, R*C].
     """
 
-    source: Int[np.ndarray, "M R T"]
-    document: Int[np.ndarray, "M R T"]
+    source: Int[np.ndarray, "m R T"]
+    document: Int[np.ndarray, "m R T"]
     rings: list[int]
     work: Int[np.ndarray, "m slots"]
 
@@ -177,16 +176,17 @@ class ContextSlots:
         work: Int[np.ndarray, "m slots"],
     ) -> SlotPlacement:
         starts = np.concatenate([[0], np.cumsum(sizes)])
-        source = np.full(math.prod(self.shape), -1, np.int64)
+        shape = len(work), *self.shape[1:]
+        source = np.full(math.prod(shape), -1, np.int64)
         document = np.zeros(len(source), np.int32)
-        used = np.zeros(self.most * self.rows * self.devices, np.int64)
+        used = np.zeros(work.size, np.int64)
         for at, d, tokens in parts:
             first = at * self.slot + used[at]
             source[first : first + len(tokens)] = starts[d] + tokens
             document[first : first + len(tokens)] = d + 1
             used[at] += len(tokens)
         rings = [*rings, *[1] * (len(work) - len(rings))]
-        return SlotPlacement(source.reshape(self.shape), document.reshape(self.shape), rings, work)
+        return SlotPlacement(source.reshape(shape), document.reshape(shape), rings, work)
 
     def arrange(self, batch: Any) -> SlottedBatch:
         """A batch with its documents in slots: a function of the batch alone.
@@ -199,7 +199,7 @@ class ContextSlots:
         real = placed.source >= 0
 
         def one(x: np.ndarray, fill: int) -> np.ndarray:
-            return np.where(real, x.reshape(-1)[placed.source], np.asarray(fill, x.dtype))
+            return self._whole(np.where(real, x.reshape(-1)[placed.source], np.asarray(fill, x.dtype)), fill)
 
         rows = batch._replace(
             **{
@@ -207,11 +207,16 @@ class ContextSlots:
                 for name, x in batch._asdict().items()
                 if x is not None and name != "segment_ids"
             },
-            segment_ids=placed.document,
+            segment_ids=self._whole(placed.document, 0),
         )
-        rings = np.zeros(self.most, np.int32)
-        rings[: len(placed.rings)] = [self.sizes.index(n) for n in placed.rings]
-        return SlottedBatch(rows, rings, np.int32(len(placed.rings)))
+        rings = np.array([self.sizes.index(n) for n in placed.rings], np.int32)
+        return SlottedBatch(rows, self._whole(rings, 0), np.int32(len(placed.rings)))
+
+    def _whole(self, x: np.ndarray, fill: int) -> np.ndarray:
+        """Array of all M micro-steps, from one of those with tokens."""
+        found = np.full((self.most, *x.shape[1:]), fill, x.dtype)
+        found[: len(x)] = x
+        return found
 
     def _split(self, length: int, size: int) -> list[np.ndarray]:
         """Tokens of a document on each device of its ring, ascending; at most L on each."""
@@ -310,17 +315,14 @@ def _places_of_short(
 def _least_work(lengths: Int[np.ndarray, " n"], slots: int, slot: int) -> Int[np.ndarray, " n"] | None:
     """Slot of each document, the longest first: the one with the least work that has room; None: one finds none."""
     rows = np.empty(len(lengths), np.int64)
-    heap = [(0, at, slot) for at in range(slots)]  # (work, slot, room): a heap
+    room, work = np.full(slots, slot, np.int64), np.zeros(slots, np.int64)
     for i, n in enumerate(lengths.tolist()):
-        full = []
-        while heap and heap[0][2] < n:
-            full.append(heapq.heappop(heap))
-        if not heap:
+        fits = np.flatnonzero(room >= n)
+        if not len(fits):
             return None
-        work, rows[i], room = heap[0]
-        heapq.heapreplace(heap, (work + n * (n + 1) // 2, int(rows[i]), room - n))
-        for one in full:
-            heapq.heappush(heap, one)
+        rows[i] = at = fits[np.argmin(work[fits])]
+        room[at] -= n
+        work[at] += n * (n + 1) // 2
     return rows
 
 

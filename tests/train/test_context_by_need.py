@@ -63,7 +63,7 @@ def test_documents_take_the_devices_that_they_need(rng, layout):
         starts = np.concatenate([[0], np.cumsum(np.abs(lengths))])
         there = np.flatnonzero(np.repeat(np.array(lengths) > 0, np.abs(lengths)))
         np.testing.assert_array_equal(np.sort(placed.source[real]), there)
-        by_slot = placed.source.reshape(slots.most, 16, 16)
+        by_slot = placed.source.reshape(-1, 16, 16)
         for number, length in enumerate(lengths):
             if length < 0:
                 continue
