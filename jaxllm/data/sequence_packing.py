@@ -159,7 +159,7 @@ def pack_documents(
     document, number = np.repeat(np.arange(len(pairs)), pieces), _ramp(pieces)
     piece_start = np.asarray(starts, np.int64)[document] + number * seq_len
     piece_length = np.minimum(pairs[document] - number * seq_len, seq_len)
-    row = _best_fit(piece_length, seq_len)
+    row = best_fit(piece_length, seq_len)
     # Number the rows by their earliest piece, then sort the pieces by row.
     _, earliest, row = np.unique(row, return_index=True, return_inverse=True)
     row = np.argsort(np.argsort(earliest))[row]
@@ -168,7 +168,7 @@ def pack_documents(
     return PackingPlan(seq_len, piece_start[order], piece_length[order], row_offsets)
 
 
-def _best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:
+def best_fit(lengths: Int[np.ndarray, " pieces"], capacity: int) -> Int[np.ndarray, " pieces"]:
     """Row of each piece by best fit decreasing: longest first, into the fullest row with room (Johnson 1973).
 
     Pieces of the same length are placed together: a row with room r takes r // length of them at once. One by one, best

@@ -131,7 +131,9 @@ class KVCacheContext(AttentionContext, Protocol):
         ...
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["segment_ids"], meta_fields=["layout"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["segment_ids", "ring"], meta_fields=["layout", "ring_sizes"]
+)
 @dataclass(frozen=True)
 class Segments:
     """Context of training: causal attention within each document of a packed row (sequence packing).
@@ -139,10 +141,15 @@ class Segments:
     Attributes:
         segment_ids: document number of each token, 0 for padding; None when every row is one document.
         layout: assignment of tokens to shards where the sequence is split over devices (context parallelism).
+        ring: index of the ring size in use, where documents lie in slots (``jaxllm.data.context_by_need``): a
+            document is then split over one ring at most, and its positions, not a layout, say what is visible.
+        ring_sizes: the ring sizes that there are.
     """
 
     segment_ids: Int[Array, "B S"] | None = None
     layout: Layout = "contiguous"
+    ring: Int[Array, ""] | None = None
+    ring_sizes: tuple[int, ...] = ()
 
     def attend(
         self,
@@ -163,21 +170,31 @@ class Segments:
         split, kv_split = sharding.axis_names("attn_seq"), sharding.axis_names("attn_kv_seq")
 
         def local(
-            q: Array, k: Array, v: Array, segments: Array | None, kv_segments: Array | None, sinks: Array | None
+            q: Array,
+            k: Array,
+            v: Array,
+            segments: Array | None,
+            kv_segments: Array | None,
+            sinks: Array | None,
+            positions: Array | None,
+            ring: Array | None,
         ) -> Array:
             # The causal mask is by index in the row, which is equal to the mask by position within a document, and
             # makes the blocks above the diagonal known when the program is traced.
             if kv_split:
-                return ring_attention(
-                    q, k, v, axis=split[0], layout=self.layout, segment_ids=segments, sinks=sinks, **rule
-                )
+                rule.update({"axis": split[0], "segment_ids": segments, "sinks": sinks})
+                if ring is None:
+                    return ring_attention(q, k, v, layout=self.layout, **rule)
+                rule.update({"positions": positions, "ring_sizes": self.ring_sizes, "ring": ring})
+                return ring_attention(q, k, v, layout=None, **rule)
             if split:
                 rule.update(_places(self.layout, split[0], q.shape[1], q.shape[0]))
             return flash_attention(q, k, v, q_segment_ids=segments, kv_segment_ids=kv_segments, sinks=sinks, **rule)
 
-        axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES, SINK_AXES)
+        axes = (Q_AXES, KV_AXES, KV_AXES, TOKEN_AXES, KV_TOKEN_AXES, SINK_AXES, TOKEN_AXES, ())
         attend = sharding.shard_map(local, axes, Q_AXES)
-        return attend(q, replicate_kv_heads(k), replicate_kv_heads(v), self.segment_ids, self.segment_ids, sinks), self
+        k, v, places = replicate_kv_heads(k), replicate_kv_heads(v), None if self.ring is None else positions
+        return attend(q, k, v, self.segment_ids, self.segment_ids, sinks, places, self.ring), self
 
 
 def _places(layout: Layout, axis: str, size: int, rows: int) -> dict[str, Int[Array, "..."]]:

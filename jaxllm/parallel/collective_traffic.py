@@ -54,6 +54,10 @@ def expected_collectives(
     Raises:
         NotImplementedError: there is no formula for the plan; says for which part.
     """
+    if plan.context == "by_need":
+        raise NotImplementedError(
+            'collective traffic with context = "by_need": the documents of a batch decide on its micro-steps and rings.'
+        )
     step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate, proven)
     if proven:
         step.check()
@@ -96,7 +100,7 @@ class _Step:
             f'residual = "{config.residual}"': config.residual != "plain",
             "a tied embedding": config.tied,
             "learned positions": config.learned_positions is not None,
-            "experts folded over other axes": self.model.rules.folding is not None,
+            "experts folded otherwise than whole over data, fsdp and expert": self._folds_more(),
         }
         names = [name for name, is_so in unknown.items() if is_so]
         for block in dict.fromkeys(config.blocks):
@@ -105,6 +109,19 @@ class _Step:
             names += ["norms after a layer, over split tensors"] * (tensor > 1 and block.norms != "pre")
         if names:
             raise NotImplementedError(f"collective traffic with {', '.join(dict.fromkeys(names))}: no formula yet.")
+
+    def _folded(self) -> dict[str, tuple[str, ...]] | None:
+        """Mesh axes of the experts' logical axes, where they factor the devices in another way; else None."""
+        folding = self.model.rules.folding
+        return None if folding is None else folding.table(self.mesh.shape)
+
+    def _folds_more(self) -> bool:
+        """Whether experts in their folding have other collectives than the exchange of tokens."""
+        if (folded := self._folded()) is None:
+            return False
+        return bool(folded["expert_mlp"]) or not {"data", "fsdp", "expert"}.issuperset(
+            (*folded["experts"], *self.axes("seq"))
+        )
 
     def weights(self) -> Iterator[ExpectedCollective]:
         """All-gathers of weights, and sums of their gradients (FSDP, data parallelism)."""
@@ -318,7 +335,8 @@ class _Step:
             yield ExpectedCollective("collective-permute", ring, 1, kv, "their gradients, home")
 
     def _experts(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
-        over = self.axes("experts")
+        folded = self._folded()
+        over = self.axes("experts") if folded is None else folded["experts"]
         if (moe := block.mlp.mixture) is None:
             return
         rows = tokens * moe.top_k

@@ -44,7 +44,10 @@ class ParallelConfig:
             after them to the compiler; "ring" overlaps them with the matmuls (collective matmul,
             ``sharding.collective_matmul``).
         context: context parallelism over the axis ``context``: "ring" is ring attention (arXiv:2310.01889);
-            "all_gather" gathers all keys and values on each device (as in Llama 3, arXiv:2407.21783).
+            "all_gather" gathers all keys and values on each device (as in Llama 3, arXiv:2407.21783); "by_need" gives
+            each document a ring of as many devices as it needs, and short ones none
+            (``jaxllm.data.context_by_need``).
+        slot: with context "by_need", tokens that a device has at a time; 0: as many as of a micro-batch.
         experts: factoring of the devices for experts, where it is another one than attention's (``sharding.folding``):
             "expert=8", or with the experts' width split too, "expert=4,tensor=2"; empty: experts are split over
             ``expert``, and their width over ``tensor``.
@@ -63,7 +66,8 @@ class ParallelConfig:
     reduce: Literal["auto", "two_level", "flat"] = "auto"
     sequence: bool = False
     overlap: Literal["compiler", "ring"] = "compiler"
-    context: Literal["ring", "all_gather"] = "ring"
+    context: Literal["ring", "all_gather", "by_need"] = "ring"
+    slot: int = 0
     experts: str = ""
     layout: Layout = "zigzag"
     schedule: Name = "1f1b"
@@ -78,6 +82,11 @@ class ParallelConfig:
             raise ValueError(
                 'parallel: overlap = "ring" is for a sequence that is split over tensor: give sequence = true as well, '
                 'or overlap = "compiler".'
+            )
+        if self.slot < 0 or (self.slot and self.context != "by_need"):
+            raise ValueError(
+                f'parallel: slot = {self.slot} is for context = "by_need": give both and a number of tokens, or leave '
+                "slot 0."
             )
         self.folding()
 

@@ -85,7 +85,15 @@ def traffic_of_choices(
 
     Args:
         run, mesh, cluster, calibration: see ``link_traffic``.
+
+    Raises:
+        ConfigError: the documents of a batch decide on what is sent.
     """
+    if run.parallel.context == "by_need":
+        raise ConfigError(
+            'parallel.context = "by_need": the documents of a batch decide on what is sent, so there is no formula; '
+            'leave out --on, or set parallel.context to "ring" for what rows of data.seq_len send.'
+        )
     found = choices(run, mesh)
     return [link_traffic(other, mesh, cluster, name, calibration) for name, other in found.items()]
 

@@ -2,40 +2,30 @@
 
 A ``Feature`` is a setting that a run has or has not (``run_features``); a ``Refusal`` is a row of two features.
 ``check_combinations`` raises for the first row that a run meets; what no row names goes together.
-docs/train/combinations.md is made of these rows.
+docs/train/combinations.md is made of these rows, and of those of rooms of their own (``jaxllm.train.outer.refusals``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from jaxllm.config import ConfigError
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
-from jaxllm.train.run_features import CO_SERVED, FEATURES, TOGETHER, Sizes
+from jaxllm.train.outer.refusals import LOW_COMMUNICATION
+from jaxllm.train.run_features import (
+    CO_SERVED,
+    FEATURES,
+    IN_DEVICE_MEMORY,
+    NO_STAGES,
+    TOGETHER,
+    WHOLE,
+    Refusal,
+    Sizes,
+)
 
-
-class Refusal(NamedTuple):
-    """Row of the table: two features that do not go together, why, and what to do instead.
-
-    Attributes:
-        one, other: names of the features.
-        why, instead: for the message.
-        platform: the row is for devices of this platform, such as "cpu"; empty: for all.
-    """
-
-    one: str
-    other: str
-    why: str
-    instead: str
-    platform: str = ""
-
-
-IN_DEVICE_MEMORY = "leave the optimizer state in device memory (without host.optimizer and disk.directory)"
-NO_STAGES = "leave stage out of the mesh"
-WHOLE = "the optimizer never holds all gradients"
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("pipeline", "optimizer without stages", "its step needs the whole model on one device", NO_STAGES),
     Refusal(
@@ -108,18 +98,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "pipeline", "local axis", "stages sum gradients over data and fsdp alone", "give data the devices of local"
     ),
     Refusal("pipeline", "two-level sums", "stages sum gradients in one all-reduce", 'set parallel.reduce to "flat"'),
-    Refusal(
-        "two-level sums",
-        "outer step",
-        "replicas sum gradients in one all-reduce inside a round",
-        'set parallel.reduce to "flat"',
-    ),
-    Refusal(
-        "two-level sums",
-        "compressed gradients",
-        "what is compressed is the sum over data; gradients are summed over local before it",
-        'set parallel.reduce to "auto", and give the mesh local',
-    ),
+    *LOW_COMMUNICATION,
     Refusal(
         "3-level ZeRO",
         "one level",
@@ -152,66 +131,6 @@ REFUSALS: tuple[Refusal, ...] = (
             (TOGETHER, "the base that runs share is gathered plain"),
         )
     ),
-    Refusal(
-        "replicas",
-        "no outer step",
-        "the parameters of replicas would never come together",
-        'give outer.kind = "diloco", or give the mesh data in place of replica',
-    ),
-    Refusal(
-        "outer step",
-        "no replicas",
-        "it brings replicas together that train by themselves",
-        "give the mesh the axis replica, such as replica=4",
-    ),
-    Refusal(
-        "outer step", "pipeline", "the stages of a pipeline do not run inside a replica", "leave stage out of the mesh"
-    ),
-    Refusal("outer step", "layerwise optimizer", "its step does not run inside a replica", "choose another optimizer"),
-    Refusal("outer step", "optimizer offload", "the states of replicas are in device memory", IN_DEVICE_MEMORY),
-    Refusal(
-        "outer step", "parameter offload", "the states of replicas are in device memory", "set host.params to false"
-    ),
-    Refusal(
-        "outer step",
-        "parameter average",
-        "every replica would have an average of its own",
-        "set ema.decay to 0",
-    ),
-    Refusal(
-        "outer step",
-        "rollback",
-        "replicas see spikes of their own and do not communicate inside a round",
-        "choose another spikes.action",
-    ),
-    Refusal(
-        "outer step",
-        "overlapped saves",
-        "the step and its outer step are one program",
-        'give checkpoint.saving = "auto"',
-    ),
-    *(
-        Refusal("fixed global batch", other, why, "set peers.batch to 0")
-        for other, why in (
-            ("no data axis", "the devices along data are the peers"),
-            ("pipeline", "sums of gradients last over steps, which pipelines do not support"),
-            ("outer step", "a replica has no peers"),
-            ("compressed gradients", "the sums of several rounds are sent whole"),
-            ("layerwise optimizer", WHOLE),
-            ("optimizer of several passes", "the sums are of one pass"),
-            ("projected gradients", "gradients of projections do not have the shapes of parameters"),
-            ("optimizer offload", "a round without a step would need a second copy of the optimizer state"),
-            ("parameter offload", "a round without a step would need a second copy of the parameters"),
-            ("loss scaling", "an overflow would stay in the sums"),
-            ("delayed fp8 scaling", "the amax history is of all rows"),
-            ("reaction to spikes", "a spike would stay in the sums"),
-            ("other objective", "rows of absent peers are masked by their targets"),
-            ("trainable subset", "all parameters have a sum"),
-            ("adapter", "all parameters have a sum"),
-            (TOGETHER, "every run would fill a batch of its own"),
-            (CO_SERVED, "the run has the one device that serves"),
-        )
-    ),
     *(
         Refusal("absent experts", other, why, "set routing.absent to 0")
         for other, why in (
@@ -222,67 +141,7 @@ REFUSALS: tuple[Refusal, ...] = (
             ("trainable subset", "absent experts keep what they have learned"),
         )
     ),
-    Refusal(
-        "compressed gradients",
-        "no data axis",
-        "gradients are compressed over the mesh axis data alone",
-        "give the mesh data, such as data=2,fsdp=4",
-    ),
-    Refusal(
-        "compressed gradients",
-        "outer step",
-        "gradients inside a replica are sent whole",
-        "give outer.compress in place of grads.compress",
-    ),
-    Refusal("compressed gradients", "pipeline", "the stages of a pipeline sum gradients themselves", NO_STAGES),
-    Refusal("compressed gradients", "layerwise optimizer", WHOLE, "choose another optimizer"),
-    Refusal(
-        "compressed gradients",
-        "optimizer of several passes",
-        "only the gradients of one pass are compressed",
-        "choose another optimizer",
-    ),
-    Refusal(
-        "compressed gradients",
-        "loss scaling",
-        "an overflow on one device would stay in the error feedback",
-        "set model.dtype to bfloat16",
-    ),
-    Refusal(
-        "compressed gradients",
-        "delayed fp8 scaling",
-        "the amax history is of all rows",
-        "choose another model.matmul_precision",
-    ),
-    Refusal("compressed gradients", "experts", "routing losses are of all rows", "leave out grads.compress"),
-    Refusal(
-        "compressed gradients",
-        "optimizer offload",
-        "its gradients are updated layer by layer",
-        IN_DEVICE_MEMORY,
-    ),
-    Refusal(
-        "compressed gradients",
-        "projected gradients",
-        "gradients of projections do not have the shapes of parameters",
-        "choose another optimizer",
-    ),
-    Refusal("compressed gradients", "trainable subset", "all parameters have a gradient", "leave out grads.compress"),
-    Refusal(
-        "adaptive ranks",
-        "rollback",
-        "steps that are done again would be compressed by the choice of later ones",
-        "choose another spikes.action",
-    ),
-    Refusal(
-        "adaptive ranks",
-        "overlapped saves",
-        "the step is one of several programs, which are chosen by its gradients",
-        'give checkpoint.saving = "auto"',
-    ),
     Refusal(TOGETHER, "adaptive ranks", "the step of all runs is one program", "choose another grads.compress"),
-    Refusal("compressed gradients", "adapter", "all parameters have a gradient", "leave out grads.compress"),
-    Refusal("outer step", "adapter", "every replica would have a copy of the frozen base", "leave out the outer step"),
     Refusal(
         "optimizer of several passes",
         "loss scaling",
@@ -522,6 +381,47 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "rollback", "checkpoints in memory", "a rollback restores checkpoints on disk", "set checkpoint.memory to None"
+    ),
+    *(
+        Refusal("context by need", other, why, instead)
+        for other, why, instead in (
+            (
+                "no context parallelism",
+                "long rows are split over the axis context",
+                'give the mesh context, such as context=4, or set parallel.context to "ring"',
+            ),
+            ("pipeline", "the schedule of a pipeline has a fixed number of micro-batches", NO_STAGES),
+            ("outer step", "replicas run one program over equally many micro-steps", 'set parallel.context to "ring"'),
+            ("compressed gradients", "the devices along data have rows of their own", "leave out grads.compress"),
+            ("fixed global batch", "the rows of absent peers could not be told apart", "set peers.batch to 0"),
+            (
+                "optimizer that changes the step",
+                "it has passes over a batch of its own",
+                "choose another optimizer, such as adamw",
+            ),
+            (
+                "other objective",
+                "its batches have pairs, or values that are computed row by row",
+                "train next-token cross-entropy",
+            ),
+            (
+                "losses of routers",
+                "they are means of a micro-batch, and micro-steps have documents of one length",
+                "set routing.balance_loss and routing.z_loss to 0; routing.bias_rate balances by the whole batch",
+            ),
+            ("virtual tokens", "they are at the start of each row", "choose another adapter, such as lora"),
+            (
+                TOGETHER,
+                "the micro-steps of a joint step would be those of one run",
+                "train the runs one after the other",
+            ),
+        )
+    ),
+    Refusal(
+        "slots by number of tokens",
+        "gradient accumulation",
+        "the micro-steps of a batch follow from its documents",
+        "set accumulate to 1, or parallel.slot to 0",
     ),
     Refusal("no experts", "folded experts", "there is nothing to fold", "leave parallel.experts empty"),
     Refusal(

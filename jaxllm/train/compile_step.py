@@ -22,6 +22,7 @@ from jaxllm.train.disk.optimizer_files import OptimizerFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
 from jaxllm.train.run import build_value_and_grad, run_mesh
 from jaxllm.train.run_model import run_model
+from jaxllm.train.run_slots import abstract_slotted, context_slots
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.step_builder import build_disk_step, build_optimizer, build_step, run_state
 from jaxllm.train.step.training_step import jit_step
@@ -80,7 +81,7 @@ def compile_here(topology: Topology, config: dict[str, Any], keep: str | None = 
     return report.to_json()
 
 
-def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Batch], Mesh]:
+def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Any], Mesh]:
     """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under.
 
     Raises:
@@ -151,7 +152,7 @@ def state_bytes_here(run: RunConfig) -> StateBytes:
     return StateBytes(shard_bytes(leaves) - shard_bytes(away), shard_bytes(away), 0)
 
 
-def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any, Batch], Mesh]:
+def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any, Any], Mesh]:
     model = run_model(run)
     mesh = run_mesh(run, model, devices)
     transform = build_optimizer(run, model)
@@ -160,13 +161,15 @@ def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any
     return jit_step(own, abstract), (abstract, _abstract_batch(run, model, mesh)), mesh
 
 
-def _abstract_batch(run: RunConfig, model: Functional, mesh: Mesh) -> Batch:
+def _abstract_batch(run: RunConfig, model: Functional, mesh: Mesh) -> Any:
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
     values = jax.ShapeDtypeStruct(shape, at_least_f32(jnp.dtype(run.model.dtype)), sharding=tokens.sharding)
     read = dict.fromkeys(make_objective(run.objective, run.z_loss).required, values)
-    return Batch(tokens, tokens, tokens, tokens, **read)  # type: ignore[arg-type]
+    batch = Batch(tokens, tokens, tokens, tokens, **read)  # type: ignore[arg-type]
+    slots = context_slots(run, mesh, model.rules)
+    return batch if slots is None else abstract_slotted(batch, slots)
 
 
 def compiler_options(topology: Topology, run: RunConfig) -> dict[str, str] | None:

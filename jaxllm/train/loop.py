@@ -355,6 +355,8 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
     view.say(run.data.summary)
     if run.state_files is not None:
         view.say(str(run.state_files))
+    if run.slots is not None:
+        view.say(run.slots.describe())
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:

@@ -43,6 +43,7 @@ from jaxllm.train.recovery.saving import Place, Saver
 from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_model import base_model, run_model, trained_params
 from jaxllm.train.run_processes import local_part, put_batch
+from jaxllm.train.run_slots import abstract_slotted, context_slots, put_slotted
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
 from jaxllm.train.step.objective_support import check_batch_fields, check_content, check_reference
@@ -113,6 +114,7 @@ class Run:
         spikes: loss spikes so far, as JSON (``jaxllm.train.recovery.rollback``).
         replicas: replicas with parameters of their own; 1 without outer steps.
         data_shard, num_data_shards: part of each batch's rows that this process loads.
+        slots: slots that batches are arranged in, with context parallelism by need; else None.
 
     Raises:
         ConfigError, ShardingError, DataError: something does not fit; the message says what would.
@@ -165,12 +167,16 @@ class Run:
         shape = (config.data.batch_size, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
-        self.data_shard, self.num_data_shards = local_part(self.batch_sharding, shape)
+        self.slots = context_slots(config, self.mesh, self.model.rules)
+        # Documents move between rows, so with slots each process loads the whole batch.
+        self.data_shard, self.num_data_shards = (0, 1) if self.slots else local_part(self.batch_sharding, shape)
         device = self.mesh.devices.flat[0]
         self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
 
-    def put_batch(self, batch: Batch) -> Batch:
-        """This process's rows of a batch, placed on the devices."""
+    def put_batch(self, batch: Batch) -> Any:
+        """This process's rows of a batch, placed on the devices; in slots, where the run has them."""
+        if self.slots is not None:
+            return put_slotted(batch, self.slots, self.batch_sharding)
         rows = self.config.data.batch_size
         return put_batch(batch, self.batch_sharding, rows, self.data_shard * rows // self.num_data_shards)
 
@@ -189,6 +195,7 @@ class Run:
         layers = self.config.observe.layers_every > 0
         sample = self.data.train.batch_at(0)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
+        batch = batch if self.slots is None else abstract_slotted(batch, self.slots)
         options, score = self.compiler_options or None, None
         if self.reference is not None:
             score = self.reference.compile_scorer(batch, options, self.abstract.params)
@@ -369,6 +376,7 @@ def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
     shape = (config.data.batch_size // config.accumulate, config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
+    context_slots(config, mesh, rules)
     shards = mesh.shape.get("context", 1)
     if shards > 1:
         order(config.parallel.layout, shards, config.data.seq_len)  # raises if the sequence does not divide
@@ -391,7 +399,9 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
         return pipelined_value_and_grad(
             model, *pipeline_plan(config, stages), routing=config.routing, offload=config.parallel.offload, **shared
         )
-    return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, **shared)
+    slots = context_slots(config, mesh, model.rules)
+    sizes = () if slots is None else slots.sizes
+    return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, ring_sizes=sizes, **shared)
 
 
 def check_precision(config: RunConfig) -> None:

@@ -29,6 +29,27 @@ class Feature(NamedTuple):
     says: Callable[[RunConfig], str]
 
 
+class Refusal(NamedTuple):
+    """Row of the table: two features that do not go together, why, and what to do instead.
+
+    Attributes:
+        one, other: names of the features.
+        why, instead: for the message.
+        platform: the row is for devices of this platform, such as "cpu"; empty: for all.
+    """
+
+    one: str
+    other: str
+    why: str
+    instead: str
+    platform: str = ""
+
+
+IN_DEVICE_MEMORY = "leave the optimizer state in device memory (without host.optimizer and disk.directory)"
+NO_STAGES = "leave stage out of the mesh"
+WHOLE = "the optimizer never holds all gradients"
+
+
 def _folding(run: RunConfig) -> str:
     return f'parallel.experts = "{run.parallel.experts}"'
 
@@ -126,13 +147,22 @@ FEATURES: dict[str, Feature] = {
     ),
     "rings": Feature(
         lambda run, sizes: (
-            (run.parallel.context == "ring" and sizes.get("context", 1) > 1)
+            (run.parallel.context in ("ring", "by_need") and sizes.get("context", 1) > 1)
             or (run.parallel.overlap == "ring" and sizes.get("tensor", 1) > 1)
         ),
         lambda run: f'parallel.context = "{run.parallel.context}" with parallel.overlap = "{run.parallel.overlap}"',
     ),
     "context parallelism": Feature(
         lambda run, sizes: sizes.get("context", 1) > 1, lambda run: f"the mesh {run.mesh!r} with context"
+    ),
+    "no context parallelism": Feature(
+        lambda run, sizes: sizes.get("context", 1) == 1, lambda run: f"the mesh {run.mesh!r} without context"
+    ),
+    "context by need": Feature(
+        lambda run, _: run.parallel.context == "by_need", lambda run: f'parallel.context = "{run.parallel.context}"'
+    ),
+    "slots by number of tokens": Feature(
+        lambda run, _: run.parallel.slot > 0, lambda run: f"parallel.slot = {run.parallel.slot}"
     ),
     "tokens out of order": Feature(
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
@@ -226,6 +256,12 @@ FEATURES: dict[str, Feature] = {
             and bool(run.routing.balance_loss or run.routing.z_loss or run.routing.bias_rate)
         ),
         lambda run: "routing.balance_loss, routing.z_loss or routing.bias_rate",
+    ),
+    "losses of routers": Feature(
+        lambda run, _: (
+            bool(run.model.mixtures or run.adapter.has_experts) and bool(run.routing.balance_loss or run.routing.z_loss)
+        ),
+        lambda run: "routing.balance_loss or routing.z_loss",
     ),
     "absent experts": Feature(
         lambda run, _: run.routing.absent > 0, lambda run: f"routing.absent = {run.routing.absent}"

@@ -23,6 +23,7 @@ from jaxllm.train.outer.outer_step import sent_bytes
 from jaxllm.train.outer.replicas import REPLICA
 from jaxllm.train.run import fitting_mesh, two_level_mesh
 from jaxllm.train.run_model import run_model
+from jaxllm.train.run_slots import context_slots
 from jaxllm.train.step.pipelined_loss import pipeline_plan
 from jaxllm.train.step.step_builder import build_optimizer, run_state
 from sharding import MeshSpec
@@ -70,7 +71,8 @@ def sharding_table(config: RunConfig, num_devices: int, topology: Topology | Non
         return replace(found, remark=pipeline_remark(config, model, mesh))
     if config.grads.compress:
         return replace(found, remark=compressed_remark(config, state.params, mesh))
-    remark = ""
+    slots = context_slots(config, mesh, model.rules)
+    remark = "" if slots is None else slots.describe()
     if config.outer.kind != "none":
         replicas = mesh.shape[REPLICA]
         sent = sent_bytes(config.outer, state.params, replicas)

@@ -6,8 +6,8 @@ step behind: a device's partial sums travel during its next step's dq and arrive
 those keys, which is added to them.
 
 The residuals of the backward pass are a shard's own q, k, v, its output and one logsumexp per query and head.
-Positions follow from the layout, and segment ids, four bytes a token, are all-gathered before the kernel starts, so
-that the blocks that the mask leaves at every step are known in advance.
+Positions follow from the layout, or are given; these and segment ids, four bytes a token, are all-gathered before the
+kernel starts, so that the blocks that the mask leaves at every step are known in advance.
 
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """
@@ -31,10 +31,9 @@ from pallas_kernels.flash_attention import blockwise, config
 from pallas_kernels.flash_attention.pallas_tpu import add_d_kv, add_d_q, attend_block
 from pallas_kernels.flash_attention.tpu_grid import BlockGrid, BlockLayout, GridStep
 from pallas_kernels.flash_attention.xla import AttentionMask, ScoreOptions
-from pallas_kernels.ring_attention.layout import Layout as SequenceLayout
 from pallas_kernels.ring_attention.layout import places
 from pallas_kernels.ring_attention.tpu_remote_dma import RingExchange, collective_id, neighbours, semaphores
-from pallas_kernels.ring_attention.xla import RingConfig
+from pallas_kernels.ring_attention.xla import RingConfig, in_one_ring
 
 _STATE = ("top", "total", "acc")
 
@@ -44,14 +43,11 @@ def ring_attention_pallas_tpu(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     segment_ids: Int[Array, "B S"] | None,
+    positions: Int[Array, "B S"] | None,
     sinks: Float[Array, " N"] | None,
     *,
-    axis: str,
-    shards: int,
-    layout: SequenceLayout,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    rings: tuple[RingConfig, ...],
+    which: Int[Array, ""] | None,
 ) -> Float[Array, "B S N V"]:
     """Ring attention on TPUs; see ``ring_attention``.
 
@@ -59,18 +55,30 @@ def ring_attention_pallas_tpu(
         NotImplementedError: see ``blockwise.check_supported``.
     """
     blockwise.check_supported("pallas_tpu", q, k, v)
-    return _ring(RingConfig(axis, shards, layout, scale, window, softcap), q, k, v, segment_ids, sinks)
+    return _ring(rings, which, q, k, v, segment_ids, positions, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(ring: RingConfig, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
-    return _forward(ring, q, k, v, segments, sinks)[0]
+def _ring(rings: tuple[RingConfig, ...], which: Array | None, *arrays: Array | None) -> Array:
+    return _forward(rings, which, *arrays)[0]
 
 
-def _forward(
-    ring: RingConfig, q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None
-) -> tuple[Array, Any]:
-    ring_pass = _RingPass.of(ring, q, k, segments)
+def _forward(rings: tuple[RingConfig, ...], which: Array | None, *arrays: Array | None) -> tuple[Array, Any]:
+    out, lse = _attention(rings, which, *arrays)
+    return out, (which, *arrays, out, lse)
+
+
+@in_one_ring
+def _attention(
+    ring: RingConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    positions: Array | None,
+    sinks: Array | None,
+) -> tuple[Array, Array]:
+    ring_pass = _RingPass.of(ring, q, k, segments, positions)
     layout = ring_pass.keys.layout
     sink = None if sinks is None else jnp.tile(layout.sink_rows(sinks), (1, 1, layout.q_blocks))
     top, total = blockwise.init_softmax(sink, layout.rows_shape(1))
@@ -85,13 +93,29 @@ def _forward(
     )
     safe, lse = blockwise.finish_softmax(done["top"], done["total"])
     out = layout.from_rows((done["acc"] / safe).astype(q.dtype))
-    lse = layout.from_rows(lse)[..., 0]
-    return out, (q, k, v, segments, sinks, out, lse)
+    return out, layout.from_rows(lse)[..., 0]
 
 
-def _backward(ring: RingConfig, residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
-    q, k, v, segments, sinks, out, lse = residuals
-    ring_pass = _RingPass.of(ring, q, k, segments)
+def _backward(rings: tuple[RingConfig, ...], residuals: Any, d_out: Array) -> tuple[Array | None, ...]:
+    which, *arrays = residuals
+    d_q, d_k, d_v, d_sinks = _gradients(rings, which, *arrays, d_out)
+    return None, d_q, d_k, d_v, None, None, d_sinks
+
+
+@in_one_ring
+def _gradients(
+    ring: RingConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    positions: Array | None,
+    sinks: Array | None,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+) -> tuple[Array | None, ...]:
+    ring_pass = _RingPass.of(ring, q, k, segments, positions)
     layout = ring_pass.keys.layout
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     rows = {"q": layout.queries(q), "d_out": layout.queries(d_out.astype(q.dtype))}
@@ -111,7 +135,7 @@ def _backward(ring: RingConfig, residuals: Any, d_out: Array) -> tuple[Array | N
     d_sinks = None
     if sinks is not None:
         d_sinks = -jnp.sum(jnp.exp(sinks.astype(jnp.float32) - lse) * delta, axis=(0, 1)).astype(sinks.dtype)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None, d_sinks
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks
 
 
 _ring.defvjp(_forward, _backward)
@@ -139,16 +163,20 @@ class _RingPass(NamedTuple):
     masks: dict[str, Array]
 
     @classmethod
-    def of(cls, ring: RingConfig, q: Array, k: Array, segments: Array | None) -> _RingPass:
+    def of(cls, ring: RingConfig, q: Array, k: Array, segments: Array | None, positions: Array | None) -> _RingPass:
         options = ScoreOptions(ring.scale, ring.window, ring.softcap)
         blocks = config.tpu_blocks(target_device().kind, q.dtype.itemsize)
         layout = BlockLayout.of(q, k, blocks)
-        size, mine = q.shape[1], jax.lax.axis_index(ring.axis)
-        everyone = None if segments is None else jax.lax.all_gather(segments, ring.axis)
+        size, mine = q.shape[1], ring.place()
+        everyone = None if segments is None else ring.gather(segments)
+        everywhere = None if positions is None else ring.gather(positions)
 
         def grids(step: Array) -> tuple[BlockGrid, BlockGrid]:
             theirs = (mine - step) % ring.shards
-            q_pos, kv_pos = (jnp.asarray(places(ring.layout, x, ring.shards, size))[None] for x in (mine, theirs))
+            if ring.layout is None:
+                q_pos, kv_pos = positions, None if everywhere is None else everywhere[theirs]
+            else:
+                q_pos, kv_pos = (jnp.asarray(places(ring.layout, x, ring.shards, size))[None] for x in (mine, theirs))
             mask = AttentionMask(q_pos, kv_pos, segments, None if everyone is None else everyone[theirs])
             return BlockGrid.over_keys(layout, mask, options), BlockGrid.over_queries(layout, mask, options)
 

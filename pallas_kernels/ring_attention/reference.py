@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.flash_attention.reference import attention_reference
-from pallas_kernels.ring_attention.layout import Layout, places
+from pallas_kernels.ring_attention.layout import places
+from pallas_kernels.ring_attention.xla import RingConfig
 
 
 def ring_attention_reference(
@@ -18,16 +19,20 @@ def ring_attention_reference(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K V"],
     segment_ids: Int[Array, "B S"] | None,
+    positions: Int[Array, "B S"] | None,
     sinks: Float[Array, " N"] | None,
     *,
-    axis: str,
-    shards: int,
-    layout: Layout,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
+    rings: tuple[RingConfig, ...],
+    which: Int[Array, ""] | None,
 ) -> Float[Array, "B S N V"]:
-    """Reference ring attention; see ``ring_attention``."""
+    """Reference ring attention; see ``ring_attention``.
+
+    Raises:
+        NotImplementedError: rings of a part of the axis, or positions that no layout says.
+    """
+    (axis, shards, devices, layout, scale, window, softcap), *others = rings
+    if layout is None or others or shards != devices or which is not None or positions is not None:
+        raise NotImplementedError("ring_attention: the reference has one ring of the whole axis, by a layout.")
     b, s = q.shape[:2]
 
     def whole(x: Array) -> Array:

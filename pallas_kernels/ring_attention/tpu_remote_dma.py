@@ -30,12 +30,12 @@ def neighbours(ring: RingConfig) -> Int[Array, "2"]:
     """Left neighbour (sender) and right neighbour (receiver) on the ring, as remote DMA addresses them: their indices
     on the ring's axis, or logical device ids, row-major in the mesh.
     """
-    mesh, mine = jax.sharding.get_abstract_mesh(), jax.lax.axis_index(ring.axis)
+    mesh, mine = jax.sharding.get_abstract_mesh(), ring.place()
+    both = jax.lax.axis_index(ring.axis) - mine + jnp.stack([mine - 1, mine + 1]) % ring.shards
     if _BY_AXIS:
-        return jnp.stack([mine - 1, mine + 1]) % ring.shards
+        return both
     place = jnp.zeros(2, jnp.int32)
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
-        both = jnp.stack([mine - 1, mine + 1]) % size
         place = place * size + (both if name == ring.axis else jax.lax.axis_index(name))
     return place
 

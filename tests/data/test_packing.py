@@ -97,7 +97,7 @@ def test_best_fit_equals_the_textbook_loop(lengths, capacity):
         if fitting:
             rooms.remove(min(fitting))
         rooms.append((min(fitting) if fitting else capacity) - length)
-    row = sequence_packing._best_fit(np.array(lengths, np.int64), capacity)
+    row = sequence_packing.best_fit(np.array(lengths, np.int64), capacity)
     filled = np.bincount(row, weights=lengths)
     assert sorted(capacity - filled) == sorted(rooms)
 

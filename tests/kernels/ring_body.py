@@ -6,7 +6,8 @@ Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of k
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxllm.data.context_by_need import ContextSlots
 from pallas_kernels._compat import interpreting
 from pallas_kernels.flash_attention import config, flash_attention
 from pallas_kernels.ring_attention import order, ring_attention
@@ -192,5 +194,61 @@ def check(implementation: str, case: Case, rng: np.random.Generator, bound: floa
         want = jax.device_get(whole(exact, segments, None if sinks is None else sinks.astype(np.float64), case))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(got))
     errors = {"out": error(got[0], want[0]), "gradients": error(got[1:], want[1:])}
+    assert all(e <= bound for e in errors.values()), errors
+    return errors
+
+
+DOCUMENTS = ((6, 2, 5, -1, 3), (11, 3, 1, 2, 7), (1, 21, -2))
+"""Lengths of documents, negative of padding, that rings of one, two and four devices with slots of six tokens hold."""
+
+
+def check_rings(
+    implementation: str, rng: np.random.Generator, bound: float = 2e-6, cases: Sequence[int] = (0, 1, 2)
+) -> dict[str, float]:
+    """Documents in slots, in rings of one, two or four devices of one program, against attention on one device.
+
+    Args:
+        cases: indices of ``DOCUMENTS``.
+    """
+    slots = ContextSlots(1, 4, 6, 24, 24)
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Explicit,))
+    row, chosen = P(None, "context"), {"window": 9, "softcap": 1.3}
+
+    def attend(q, k, v, ids, positions, ring):
+        given = {"segment_ids": ids, "positions": positions, "ring_sizes": slots.sizes, "ring": ring}
+        return ring_attention(q, k, v, axis="context", layout=None, implementation=implementation, **given, **chosen)
+
+    @jax.jit
+    def run(q, k, v, d_out, ids, positions, ring):
+        mapped = jax.shard_map(attend, in_specs=(row,) * 5 + (P(),), out_specs=row)
+        out, pull = jax.vjp(lambda q, k, v: mapped(q, k, v, ids, positions, ring), q, k, v)
+        return out, *pull(d_out)
+
+    errors = {"out": 0.0, "gradients": 0.0}
+    for ring in cases:
+        lengths = DOCUMENTS[ring]
+        placed = slots.place(lengths)
+        assert placed.rings == [slots.sizes[ring]]
+        source, ids = placed.source[0], placed.document[0]
+        starts = np.concatenate([[0], np.cumsum(np.abs(lengths))])
+        positions = np.where(ids > 0, source - starts[np.maximum(ids - 1, 0)], 0).astype(np.int32)
+        arrays, _, _ = draw(rng, Case(4, 6, b=1), np.float32)
+        with contextlib.ExitStack() as stack:
+            if implementation.startswith("pallas"):
+                stack.enter_context(interpreting())
+                stack.enter_context(races.none_found())
+            stack.enter_context(jax.set_mesh(mesh))
+            placed = (jax.reshard(jnp.asarray(x), row) for x in (*arrays, ids, positions))
+            got = jax.device_get(run(*placed, jnp.int32(ring)))
+        with environment.x64():
+            mask = {"q_segment_ids": ids, "kv_segment_ids": ids, "q_positions": positions, "kv_positions": positions}
+            mask = {name: jnp.asarray(x) for name, x in mask.items()}
+            one = functools.partial(flash_attention, **mask, **chosen, implementation="reference")
+            out, pull = jax.vjp(one, *(jnp.asarray(np.asarray(x, np.float64)) for x in arrays[:3]))
+            want = jax.device_get((out, *pull(jnp.asarray(np.asarray(arrays[3], np.float64)))))
+        assert all(np.isfinite(x).all() for x in got)
+        errors = {"out": max(errors["out"], error(got[0], want[0]))} | {
+            "gradients": max(errors["gradients"], error(got[1:], want[1:]))
+        }
     assert all(e <= bound for e in errors.values()), errors
     return errors

@@ -19,7 +19,7 @@ from pallas_kernels import explain
 from pallas_kernels.ring_attention import order, places, ring_attention
 from pallas_kernels.ring_attention.layout import LAYOUTS
 from tests import environment
-from tests.kernels.ring_body import CASES, Case, draw, error, split, whole
+from tests.kernels.ring_body import CASES, Case, check_rings, draw, error, split, whole
 from tests.models.jaxprs import equations
 
 implementations = pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -39,6 +39,11 @@ def test_is_attention_on_one_device(case, rng, float64):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(got)), layout
         assert error(got[0], want[0]) <= 1e-14, layout
         assert error(got, want) <= 1e-14, layout
+
+
+@pytest.mark.drawn(0.3)
+def test_rings_of_a_part_of_the_axis(rng):
+    check_rings("xla", rng)
 
 
 @layouts

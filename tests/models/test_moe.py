@@ -61,7 +61,11 @@ def test_is_the_loop(tokens, all_to_one, rng, float64):
 def test_router(normalize, rng, float64):
     """The chosen experts are the likeliest, their weights the softmax over all, or over these."""
 
-    @functools.partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "experts"], meta_fields=["layout"])
+    @functools.partial(
+        jax.tree_util.register_dataclass,
+        data_fields=["segment_ids", "ring", "experts"],
+        meta_fields=["layout", "ring_sizes"],
+    )
     @dataclasses.dataclass(frozen=True)
     class Watching(Segments):
         experts: jax.Array = dataclasses.field(default_factory=lambda: jnp.zeros((2, 2, 3, 2), jnp.int32))

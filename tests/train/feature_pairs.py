@@ -34,6 +34,7 @@ from jaxllm.train.outer.dedloc import PeersConfig
 from jaxllm.train.run import build_value_and_grad, fitting_mesh
 from jaxllm.train.run_features import FEATURES
 from jaxllm.train.run_model import run_model
+from jaxllm.train.run_slots import context_slots, put_slotted
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.param_average import EmaConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
@@ -119,6 +120,8 @@ SETTINGS: dict[str, Setting] = {
     "rings": _axis("context"),
     "ring matmuls": _all(_axis("tensor"), _parallel(sequence=True, overlap="ring")),
     "tokens out of order": _all(_axis("context"), _parallel(layout="zigzag")),
+    "context by need": _all(_axis("context"), _parallel(context="by_need")),
+    "slots by number of tokens": _all(_axis("context"), _parallel(context="by_need", slot=8)),
     "loss scaling": _model(dtype="float16"),
     "delayed fp8 scaling": _model(matmul_precision="fp8_delayed"),
     "FP4 matmuls": _model(matmul_precision="mxfp4"),
@@ -147,6 +150,9 @@ SETTINGS: dict[str, Setting] = {
     "routing losses": _all(
         _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
         _run(routing=RoutingConfig(balance_loss=0.1, bias_rate=0.01)),
+    ),
+    "losses of routers": _all(
+        _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))), _run(routing=RoutingConfig(z_loss=0.1))
     ),
     "balance biases that move": _all(
         _block(mlp=MoeConfig(4, 2, 16, router=RouterConfig(balance_bias=True))),
@@ -197,6 +203,13 @@ def sizes_of(run: RunConfig) -> dict[str, int]:
     return dict(MeshSpec.parse(run.mesh).axes)
 
 
+def put_rows(run: RunConfig, model: Any, mesh: Any, batch: Any) -> Any:
+    """A batch on the devices of a run; in slots, where it has them."""
+    rows = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
+    slots = context_slots(run, mesh, model.rules)
+    return jax.device_put(batch, rows) if slots is None else put_slotted(batch, slots, rows)
+
+
 BY_THE_OPTIMIZER = r'^optim: .* does not (use moments; it uses |support rounding = ")'
 """How an optimizer's row in its own table refuses a setting of its own."""
 
@@ -240,7 +253,7 @@ def outcome(*names: str) -> Pair | None:
     batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)
     with jax.set_mesh(mesh):
         state = init_run_state(run, model, transform, mesh, abstract, files=files)
-        batch = jax.device_put(batch, jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh)))
+        batch = put_rows(run, model, mesh, batch)
         if files is None:
             jitted = quick.jit(build_step(run, model, grads, transform, layers=run.observe.layers_every > 0))
             text = jitted.lower(state, batch).as_text()

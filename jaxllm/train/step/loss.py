@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 import sharding
 from jaxllm.models import Functional, Segments
@@ -42,6 +43,7 @@ def loss_sums(
     layout: Layout = "contiguous",
     routing: RoutingConfig | None = None,
     objective: Objective | None = None,
+    ring: tuple[tuple[int, ...], Int[Array, ""]] | None = None,
 ) -> LossSums:
     """Forward pass and loss of a batch, summed over its targets; targets below 0 are masked.
 
@@ -56,14 +58,19 @@ def loss_sums(
         routing: weights of the load-balancing loss and router z-loss; None: routing statistics are not even collected.
         objective: the loss; None: next-token cross-entropy with this z-loss. One that runs its own forward passes has
             no routing losses.
+        ring: ring sizes, and the index of the one in use, where the documents of the batch lie in slots
+            (``jaxllm.data.context_by_need``); None: rows are split by the layout.
     """
     objective = _given_or_cross_entropy(objective, z_loss)
     items = objective.items(batch)
     if not isinstance(objective, HeadObjective):
         return objective(model, params, batch)._replace(items=items)
-    with sharding.use_rules(model.rules):
-        batch = permute_sequence(batch, layout)
+    if ring is None:
+        with sharding.use_rules(model.rules):
+            batch = permute_sequence(batch, layout)
     segments = model.training_context(batch.segment_ids, layout)
+    if ring is not None:
+        segments = replace(segments, ring_sizes=ring[0], ring=ring[1])
     tally = None if routing is None else RoutingAccumulator.of(model.config, segments)
     hidden, context = model.forward(params, batch.tokens, batch.positions, tally or segments)
     sums = objective.from_hidden(model, params, hidden, batch)._replace(items=items)
@@ -181,6 +188,7 @@ def value_and_grad(
     routing: RoutingConfig | None = None,
     objective: Objective | None = None,
     trainable: Any = None,
+    ring_sizes: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """Loss and gradients of a step: ``(params, batch) -> (LossSums, gradients of the mean loss per target token)``.
 
@@ -201,6 +209,8 @@ def value_and_grad(
         routing, objective: see ``loss_sums``.
         trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``), a tree of
             booleans; None: all.
+        ring_sizes: those of batches whose documents lie in slots: the function then takes a ``SlottedBatch``
+            (``jaxllm.data.context_by_need``), of which each micro-step is a micro-batch. Empty: a plain batch.
 
     Raises:
         NotImplementedError: when traced with packed expert weights, which have no gradients.
@@ -222,15 +232,18 @@ def value_and_grad(
                 'training: weights are packed (quantised) and have no gradients; load the model with weights = "plain".'
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
-        total = jnp.maximum(objective.total(batch), 1).astype(dtype)
+        total = jnp.maximum(objective.total(batch.rows if ring_sizes else batch), 1).astype(dtype)
         gather = {3: lambda params: params, "3level": model.gather_for_step}.get(zero, model.gather)
         whole = gather(params)
         params, used = tree.of_params(params), tree.of_params(whole)
 
-        def mean_loss(inputs: tuple[Any, Any], whole: Any, batch: Any, total: Array) -> tuple[Array, LossSums]:
+        def mean_loss(
+            inputs: tuple[Any, Any], whole: Any, batch: Any, total: Array, ring: Array | None = None
+        ) -> tuple[Array, LossSums]:
             points, amax = inputs
             of_forward = model.with_amax_history(tree.into_params(points, whole), amax)
-            sums = loss_sums(model, of_forward, batch, layout=layout, routing=routing, objective=objective)
+            rings = None if ring is None else (ring_sizes, ring)
+            sums = loss_sums(model, of_forward, batch, layout=layout, routing=routing, objective=objective, ring=rings)
             return sums.loss / total, sums
 
         grad = jax.value_and_grad(mean_loss, has_aux=True)
@@ -253,32 +266,45 @@ def value_and_grad(
                 return sums, reduce(grads)
             return sums, jax.tree.map(lambda g: g / scale, reduce(grads)), amax
 
-        if accumulate == 1:
+        if accumulate == 1 and not ring_sizes:
             (_, sums), (grads, amax) = grad((used, amax), whole, batch, total / scale)
             return result(sums, grads, amax)
 
-        # Gradient accumulation: a scan over micro-batches that adds losses and gradients. ZeRO stages 2 and 3 reduce
+        # Gradient accumulation: a loop over micro-batches that adds losses and gradients. ZeRO stages 2 and 3 reduce
         # the gradients of each micro-batch, stage 1 those of all once at the end.
-        def micro_step(carry: tuple[LossSums, Any, Any], micro_batch: Any) -> tuple[tuple[LossSums, Any, Any], None]:
-            (_, sums), (grads, new_amax) = grad((used, amax), whole, micro_batch, total / scale)
+        def micro_step(
+            carry: tuple[LossSums, Any, Any], micro_batch: Any, ring: Array | None = None
+        ) -> tuple[LossSums, Any, Any]:
+            (_, sums), (grads, new_amax) = grad((used, amax), whole, micro_batch, total / scale, ring)
             if zero == 1:
                 grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             else:
                 grads = reduce(grads, in_step=True)
             largest = jax.tree.map(jnp.maximum, carry[2], new_amax)
-            return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), largest), None
+            return (*jax.tree.map(jnp.add, carry[:2], (sums, grads)), largest)
 
-        with sharding.use_rules(model.rules):
-            micro_batches = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
         zero_sum = jnp.zeros((), dtype)
-        no_sums = objective.no_sums(batch, zero_sum)
+        no_sums = objective.no_sums(batch.rows if ring_sizes else batch, zero_sum)
         if routed and (tally := RoutingAccumulator.of(model.config, Segments(None))) is not None:
             no_sums = no_sums._replace(routing=tally.sums(model.config, zero_sum))
         no_grads = jax.tree.map(_no_gradient, params, params if zero in (2, 3) else used)
         if zero == "3level":
             no_grads = jax.tree.map(_zeros_like, jax.eval_shape(lambda grads: reduce(grads, in_step=True), no_grads))
         start = no_sums, no_grads, jax.tree.map(jnp.zeros_like, amax)
-        (sums, grads, new_amax), _ = jax.lax.scan(micro_step, start, micro_batches)
+        if ring_sizes:
+            # Each batch has as many micro-steps as its documents need.
+            sums, grads, new_amax = jax.lax.fori_loop(
+                0,
+                batch.count,
+                lambda i, carry: micro_step(carry, jax.tree.map(lambda x: x[i], batch.rows), batch.rings[i]),
+                start,
+            )
+        else:
+            with sharding.use_rules(model.rules):
+                micro_batches = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
+            (sums, grads, new_amax), _ = jax.lax.scan(
+                lambda carry, micro_batch: (micro_step(carry, micro_batch), None), start, micro_batches
+            )
         return result(sums, grads, new_amax)
 
     return run

@@ -27,6 +27,12 @@ def ring_kernels_on_simulated_devices(case: tuple[str, str]) -> dict[str, float]
         return ring_body.check("pallas_tpu", chosen, np.random.default_rng(len(name)))
 
 
+@proof("kernels", cases=(0, 1, 2), sample=1, bound={"out": 2e-6, "gradients": 2e-6})
+def rings_of_a_part_on_simulated_devices(ring: int) -> dict[str, float]:
+    """Documents in slots of four devices, in rings of one, two or four of them, which one program has; no race."""
+    return ring_body.check_rings("pallas_tpu", np.random.default_rng(ring), cases=(ring,))
+
+
 @proof("kernels", cases=(4, 8), sample=1, bound=SLACK)
 def ring_bytes_fall(shards: int) -> float:
     """Bytes of a device's arguments, results and temporaries, of one sequence over so many devices of a v5e, by 2's."""

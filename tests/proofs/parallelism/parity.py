@@ -130,7 +130,9 @@ def example_of(mesh: str, kind: str, rows: str) -> dict[str, Any]:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["segment_ids", "chosen", "shares"], meta_fields=["layout"]
+    jax.tree_util.register_dataclass,
+    data_fields=["segment_ids", "ring", "chosen", "shares"],
+    meta_fields=["layout", "ring_sizes"],
 )
 @dataclass(frozen=True)
 class Watching(Segments):
@@ -168,7 +170,7 @@ def routing(example: dict[str, Any], preset: str | None, dtype: str) -> tuple[np
         if preset:
             there = model.rules.spec((None, "batch", "seq", None), mesh)
             empty = jax.tree.map(lambda x: jax.sharding.reshard(x, there), empty)
-        ctx = Watching(batch.segment_ids, plan.layout, *empty)
+        ctx = Watching(batch.segment_ids, plan.layout, chosen=empty[0], shares=empty[1])
         _, ctx = model.forward(params, batch.tokens, batch.positions, ctx)
         return ctx.chosen, ctx.shares
 

@@ -39,6 +39,12 @@ PLANS: dict[str, tuple[str, dict[str, Any], int]] = {
     "expert": ("expert=8", {}, 1),
 }
 """Mesh, plan, micro-batches."""
+FOLDED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "experts over fsdp": ("fsdp=8", {"experts": "expert=8"}, 1),
+    "experts over fsdp, two replicas": ("data=2,fsdp=4", {"experts": "expert=4"}, 1),
+    "experts over two axes": ("fsdp=4,expert=2", {"experts": "expert=8"}, 1),
+    "experts over two axes, ZeRO-1, two micro-batches": ("data=2,fsdp=4", {"experts": "expert=8", "zero": 1}, 2),
+}
 AROUND = {"products in a ring": ("tensor=8", {"sequence": True, "overlap": "ring"}, 1)}
 BUFFERS = {"expert, with a capacity": ("expert=8", {}, 1)}
 GPUS, TPUS = "h100:1x8", "v6e:2x4"
@@ -54,7 +60,7 @@ IN_KERNELS = ("collective-permute",)
 
 def run_of(name: str) -> RunConfig:
     """Every dimension is whole tiles of a TPU also when split; weights, activations and keys differ in size."""
-    mesh, plan, accumulate = {**PLANS, **AROUND, **BUFFERS}[name]
+    mesh, plan, accumulate = {**PLANS, **AROUND, **BUFFERS, **FOLDED}[name]
     model = tiny.decoder(
         dtype="float32", embed_dim=256, heads=8, kv_heads=8, head_dim=128, mlp=512, vocab_size=2048, layers=3,
         tied=False, remat="full",
@@ -114,6 +120,14 @@ def traffic(case: tuple[str, str]) -> float:
 def traffic_of_products_in_a_ring(on: str) -> float:
     """The same for collective matmuls."""
     run = run_of(*AROUND)
+    return difference(run, compile_for(run, on))
+
+
+@proof("parallelism", cases=[(name, on) for on in (GPUS, TPUS) for name in FOLDED], sample=1, bound=1e-3)
+def traffic_of_folded_experts(case: tuple[str, str]) -> float:
+    """The same for experts that factor the devices which split rows in another way."""
+    name, on = case
+    run = run_of(name)
     return difference(run, compile_for(run, on))
 
 

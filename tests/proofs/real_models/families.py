@@ -161,7 +161,11 @@ def equal_in_float32(name: str, seed: int) -> dict[str, float]:
     }
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["segment_ids", "experts"], meta_fields=["layout"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["segment_ids", "ring", "experts"],
+    meta_fields=["layout", "ring_sizes"],
+)
 @dataclass(frozen=True)
 class Listening(Segments):
     """Keeps what each layer's router chose; of fewer than there is room for, -1 behind."""
