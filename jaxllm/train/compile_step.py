@@ -18,7 +18,7 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import compiled_programs, lowered_programs
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
 from jaxllm.train.run import build_value_and_grad, run_mesh
 from jaxllm.train.run_model import run_model
@@ -128,7 +128,7 @@ def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str,
     model = run_model(run)
     mesh = run_mesh(run, model, devices)
     abstract = run_state(run, model, build_optimizer(run, model), mesh)
-    files = OptimizerFiles(run.disk, abstract.opt_state)
+    files = StateFiles(run.disk, abstract.opt_state)
     abstract = replace(abstract, opt_state=files.leaves())
     programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, files)
     with jax.set_mesh(mesh):
@@ -144,7 +144,7 @@ def state_bytes_here(run: RunConfig) -> StateBytes:
     mesh = run_mesh(run, model, devices)
     abstract = run_state(run, model, build_optimizer(run, model), mesh)
     if run.disk.directory:
-        files = OptimizerFiles(run.disk, abstract.opt_state)
+        files = StateFiles(run.disk, abstract.opt_state)
         return StateBytes(shard_bytes((abstract.params, abstract.extras)), 0, files.bytes)
     leaves = jax.tree.leaves((abstract.params, abstract.opt_state, abstract.extras))
     away = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]

@@ -30,7 +30,7 @@ from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.adaptive_step import AdaptiveStep, Choice, Layers
@@ -138,9 +138,9 @@ class Run:
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
-        self.state_files: OptimizerFiles | None = None
+        self.state_files: StateFiles | None = None
         if config.disk.directory:
-            self.state_files = OptimizerFiles(config.disk, self.abstract.opt_state)
+            self.state_files = StateFiles(config.disk, self.abstract.opt_state)
             self.state_files.tier  # noqa: B018  # raises where the files do not fit
             self.abstract = replace(self.abstract, opt_state=self.state_files.leaves())
         self.links = step_links(config)

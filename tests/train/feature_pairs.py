@@ -26,7 +26,7 @@ from jaxllm.train import RunConfig
 from jaxllm.train.combinations import refused
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -234,7 +234,7 @@ def outcome(*names: str) -> Pair | None:
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     grads = build_value_and_grad(run, model, mesh)
-    files = OptimizerFiles(run.disk, abstract.opt_state) if run.disk.directory else None
+    files = StateFiles(run.disk, abstract.opt_state) if run.disk.directory else None
     if files is not None:
         abstract = dataclasses.replace(abstract, opt_state=files.leaves())
     batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)

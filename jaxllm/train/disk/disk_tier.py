@@ -3,12 +3,14 @@
 A pass visits every unit once. Units that come next are read while one is updated, and what was updated is written while
 the next ones are (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2). A unit that is still in the window when the next
 pass asks for it, written already or in flight, is forwarded from memory and never read; each buffer is written once
-in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013).
+in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013). A pass may also only read: a unit that is
+released as it was is not written.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -48,6 +50,7 @@ class _Slot:
         stored: done when the buffer is in the file; None: it was read from there.
         taken: the unit is being updated.
         kept: the buffer stays when it is written.
+        unused: done when nobody reads the buffer any more; None: nobody does.
     """
 
     buffer: np.ndarray | None
@@ -55,6 +58,7 @@ class _Slot:
     stored: Future[None] | None = None
     taken: bool = False
     kept: bool = True
+    unused: Future[None] | None = None
 
 
 @dataclass
@@ -66,9 +70,11 @@ class DiskTier:
         layouts: layout of each unit's file.
         window: most units in memory.
         limit: most bytes of files; 0: what the file system has free.
+        beside: bytes of the files of another tier in the directory.
 
     Attributes:
         log: I/O log, in the order of calls; None: none is kept.
+        moved: bytes read and written so far, by ``IoEvent.what``.
 
     Raises:
         DiskTierError: the files do not fit, or the directory cannot be written.
@@ -78,7 +84,9 @@ class DiskTier:
     layouts: Sequence[FileLayout]
     window: int
     limit: int = 0
+    beside: int = 0
     log: list[IoEvent] | None = None
+    moved: Counter[str] = field(default_factory=Counter)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _coming: list[int] = field(default_factory=list)
     _spare: list[np.ndarray] = field(default_factory=list)
@@ -86,20 +94,23 @@ class DiskTier:
     def __post_init__(self) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory).free
+            free = shutil.disk_usage(self.directory).free + self.beside  # the other tier has its room already
         except OSError as error:
             raise DiskTierError(f"disk.directory = {self.directory} cannot be used: {error}.") from error
         limit = min(self.limit, free) if self.limit else free
-        if 2 * self.bytes > limit:
+        both = self.bytes + self.beside
+        if 2 * both > limit:
+            what = "the parameters of layers and the optimizer state take" if self.beside else "the state takes"
             of = "disk.bytes" if self.limit and self.limit <= free else "free there"
             raise DiskTierError(
-                f"the optimizer state takes {self.bytes / 2**30:.3f} GiB in files, and twice that while a checkpoint "
-                f"is written, but {limit / 2**30:.3f} GiB are {of} (disk.directory = {self.directory}); give more, or "
+                f"{what} {both / 2**30:.3f} GiB in files, and twice that while a checkpoint is written, but "
+                f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {self.directory}); give more, or "
                 "split the run over more processes."
             )
         self._files = [StateFile(self.directory, layout) for layout in self.layouts]
         self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")
+        self._waiters = ThreadPoolExecutor(THREADS, "disk-tier-wait")
 
     @property
     def bytes(self) -> int:
@@ -109,7 +120,7 @@ class DiskTier:
     # A pass over the units
 
     def begin(self, order: Sequence[int]) -> None:
-        """Begins a pass, in which each unit of ``order`` is taken and given back once, in this order."""
+        """Begins a pass, in which the units of ``order`` are taken, and given back or released, in this order."""
         self._coming = list(order)
         self._read_ahead()
 
@@ -143,15 +154,16 @@ class DiskTier:
             keep: keep it in memory until its place is needed, to be forwarded; otherwise until it is written.
         """
         slot = self._slots.pop(unit)
-        buffer, before = slot.buffer, slot.stored
+        buffer, before, unused = slot.buffer, slot.stored, slot.unused
         assert buffer is not None
         filled: Future[None] = Future()
         new = _Slot(buffer, filled, kept=keep)
 
         def write() -> None:
             try:
-                if before is not None:
-                    before.result()
+                for one in (before, unused):
+                    if one is not None:
+                        one.result()
                 fill(buffer)
             except BaseException as error:
                 filled.set_exception(error)
@@ -164,6 +176,25 @@ class DiskTier:
         self._record("write", unit, self.layouts[unit].size)
         new.stored = self._writers.submit(write)
         self._slots[unit] = new  # last in the order of slots: the oldest one gives up its place first
+        self._read_ahead()
+
+    def release(self, unit: int, wait: Callable[[], object]) -> None:
+        """Gives a taken unit back as it was; nothing is written.
+
+        Args:
+            unit: the unit.
+            wait: returns when the contents are not read any more; called in a thread of the pool.
+        """
+        slot = self._slots.pop(unit)
+        before = slot.unused
+
+        def waited() -> None:
+            if before is not None:
+                before.result()
+            wait()
+
+        slot.taken, slot.unused = False, self._waiters.submit(waited)
+        self._slots[unit] = slot
         self._read_ahead()
 
     def flush(self) -> None:
@@ -191,7 +222,7 @@ class DiskTier:
     def renew(self) -> list[StateFile]:
         """Files for new contents, new ones in the place of frozen ones; the memory is emptied."""
         for slot in self._slots.values():
-            for one in (slot.ready, slot.stored):
+            for one in (slot.ready, slot.stored, slot.unused):
                 if one is not None:
                     one.exception()
         self._slots.clear()
@@ -218,7 +249,11 @@ class DiskTier:
         if len(self._slots) < self.window:
             return True
         near = self._coming[: self.window]
-        idle = [unit for unit, slot in self._slots.items() if not slot.taken and slot.ready.done()]
+        idle = [
+            unit
+            for unit, slot in self._slots.items()
+            if not slot.taken and slot.ready.done() and (slot.unused is None or slot.unused.done())
+        ]
         away = [unit for unit in idle if unit not in near]
         for unit in away:
             stored = self._slots[unit].stored
@@ -233,8 +268,9 @@ class DiskTier:
     def _evict(self, unit: int) -> bool:
         slot = self._slots.pop(unit)
         slot.ready.result()
-        if slot.stored is not None:
-            slot.stored.result()
+        for one in (slot.stored, slot.unused):
+            if one is not None:
+                one.result()
         if slot.buffer is not None:
             self._spare.append(slot.buffer)
         return True
@@ -248,5 +284,6 @@ class DiskTier:
         self._slots[unit] = _Slot(buffer, self._readers.submit(file.read, buffer))
 
     def _record(self, what: Literal["read", "forward", "write"], unit: int, size: int) -> None:
+        self.moved[what] += size
         if self.log is not None:
             self.log.append(IoEvent(what, unit, size))

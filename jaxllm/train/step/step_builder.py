@@ -14,7 +14,7 @@ from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.outer.adaptive_step import Choice
 from jaxllm.train.outer.co2 import co2_step
 from jaxllm.train.outer.compressed_gradients import compressed_gradients, gradient_errors
@@ -108,7 +108,7 @@ def build_split_step(
 
 
 def build_disk_step(
-    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: OptimizerFiles
+    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: StateFiles
 ) -> DiskStepPrograms:
     """Training step of a run with its optimizer state in files, as jitted programs.
 
@@ -184,7 +184,7 @@ def init_run_state(
     mesh: Mesh,
     abstract: TrainState,
     params: Any = None,
-    files: OptimizerFiles | None = None,
+    files: StateFiles | None = None,
 ) -> TrainState:
     """Fresh train state of a run; replicas begin with the same values.
 
