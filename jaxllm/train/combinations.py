@@ -14,6 +14,7 @@ from jaxllm.config import ConfigError
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.refusals import PARAMETERS_ON_DISK
 from jaxllm.train.run_features import CO_SERVED, FEATURES, TOGETHER, Sizes
 
 
@@ -490,6 +491,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the updates of single layers are not kept for the log",
         "set observe.layers_every to 0",
     ),
+    *(Refusal("parameters on disk", *row) for row in PARAMETERS_ON_DISK),
     Refusal(
         "updates on the host",
         "narrow moments",

@@ -28,6 +28,8 @@ from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.state_file import DiskTierError
+from jaxllm.train.disk.streamed_bytes import step_traffic
+from jaxllm.train.disk.streamed_evaluation import StreamedEvaluator
 from jaxllm.train.evaluate import (
     Evaluation,
     Evaluator,
@@ -48,6 +50,7 @@ from jaxllm.train.run import Run, StepPrograms
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
 from jaxllm.train.step.param_average import evaluated_params
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
+from jaxllm.train.step.step_builder import streamed_model
 from jaxllm.train.step.train_state import TrainState
 
 
@@ -353,8 +356,11 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
     view.say(run.data.summary)
-    if run.state_files is not None:
-        view.say(str(run.state_files))
+    for files in (run.param_files, run.state_files):
+        if files is not None:
+            view.say(str(files))
+    if run.param_files is not None and run.state_files is not None:
+        view.say(f"layers are streamed: {step_traffic(run.param_files, run.state_files)}")
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:
@@ -368,6 +374,9 @@ def make_evaluator(run: Run) -> Evaluator | None:
     stages = run.mesh.shape.get("stage", 1)
     # Whatever attention the run trains with, a model is evaluated with the one that it is served with.
     model = dataclasses.replace(run.model, training_context=run.model.text_context)
+    if run.param_files is not None:
+        of = streamed_model(run.config, run.model, run.abstract, run.param_files)
+        return StreamedEvaluator(of, model, run.mesh, run.data.heldout)
     sums = pipelined_loss_sums(model, *pipeline_plan(run.config, stages)) if stages > 1 else None
     if evaluates_objective(run.config):
         return objective_evaluator(

@@ -206,6 +206,9 @@ FEATURES: dict[str, Feature] = {
     "narrow moments": Feature(
         lambda run, _: run.optim.moments != "float32", lambda run: f'optim.moments = "{run.optim.moments}"'
     ),
+    "gradient clipping": Feature(
+        lambda run, _: run.optim.clip_norm is not None, lambda run: f"optim.clip_norm = {run.optim.clip_norm}"
+    ),
     "gradient accumulation": Feature(lambda run, _: run.accumulate > 1, lambda run: f"accumulate = {run.accumulate}"),
     # Step
     "reaction to spikes": Feature(lambda run, _: run.spikes.action != "none", _spikes),
@@ -244,6 +247,7 @@ FEATURES: dict[str, Feature] = {
     "optimizer offload": Feature(lambda run, _: run.host.optimizer or bool(run.disk.directory), _offloaded_optimizer),
     "optimizer state on the host": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
     "optimizer state on disk": Feature(lambda run, _: bool(run.disk.directory), _offloaded_optimizer),
+    "parameters on disk": Feature(lambda run, _: run.disk.parameters, lambda run: "disk.parameters"),
     "update of the next step": Feature(
         lambda run, _: run.optim.spec.deferred and run.host.params,
         lambda run: f'host.params with optim.kind = "{run.optim.kind}"',

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Optimizer offload to files: the optimizer state is on disk, and streamed layer by layer for the update.
+    """Optimizer and parameter offload to files: what is on disk is streamed layer by layer.
 
     Attributes:
         directory: where the files are. Each process has its own, which have no names and are gone when it ends, however
-            it ends. Empty: the optimizer state is in memory.
-        bytes: most bytes of the files of a process; 0: what the file system has free. Files take twice the optimizer
-            state while a checkpoint is written from them.
+            it ends. Empty: everything is in memory.
+        bytes: most bytes of the files of a process; 0: what the file system has free. Files take twice the state
+            while a checkpoint is written from them.
         window: layers whose state is in the host's memory at a time, being read, updated or written.
+        parameters: the parameters of layers are in files too, and each layer is updated as soon as its gradients are
+            there; else the optimizer state alone.
     """
 
     directory: str = ""
     bytes: int = 0
     window: int = 4
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -28,5 +31,7 @@ class DiskConfig:
             )
         if self.bytes < 0:
             raise ValueError(f"disk: bytes = {self.bytes}; give 0 (what is free) or a number of bytes.")
+        if self.parameters and not self.directory:
+            raise ValueError("disk: parameters are to be in files, but disk.directory is empty; give a directory.")
         if self.bytes and not self.directory:
             raise ValueError(f"disk: bytes = {self.bytes} limits files, but disk.directory is empty; give a directory.")

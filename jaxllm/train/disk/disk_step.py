@@ -275,7 +275,7 @@ def _update_of(
 
 
 def unit_update(rule: optax.GradientTransformation, opt_state: Any, segment: str) -> Callable[..., Any]:
-    """Update of one unit from its parts: ``(params, gradients, counters, arrays) -> (params, arrays, counters, updates)``.
+    """Update of one unit: ``(params, gradients, counters, arrays) -> (params, arrays, counters, updates)``.
 
     Args:
         rule: of the unit's parameters.

@@ -129,6 +129,11 @@ class DiskLeaf(OffloadedLeaf):
         """Number of dimensions."""
         return len(self.shape)
 
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
     def snapshot(self) -> SnapshotLeaf:
         """The values of now, read from files that are not written any more (see ``OffloadedLeaf``)."""
         files, layers = self.owner.tier.freeze(), self.owner.rows_of(self.number)

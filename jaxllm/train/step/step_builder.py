@@ -15,6 +15,8 @@ from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
 from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms, compiled_streamed_programs
+from jaxllm.train.disk.streamed_start import initial_streamed_arrays, stored_params
 from jaxllm.train.outer.adaptive_step import Choice
 from jaxllm.train.outer.co2 import co2_step
 from jaxllm.train.outer.compressed_gradients import compressed_gradients, gradient_errors
@@ -23,6 +25,7 @@ from jaxllm.train.outer.outer_step import averaging_step, outer_states
 from jaxllm.train.outer.replicas import copy_to_replicas, over_replicas, replica_states, with_outer_step
 from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.absent_experts import absent_experts
+from jaxllm.train.step.objective import HeadObjective, make_objective
 from jaxllm.train.step.param_average import parameter_average
 from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
 from jaxllm.train.step.step_links import (
@@ -131,6 +134,36 @@ def build_disk_step(
     )
 
 
+def streamed_model(config: RunConfig, model: Functional, abstract: TrainState, params: StateFiles) -> StreamedModel:
+    """What the programs of a run with its parameters in files are made of.
+
+    Args:
+        config, model: of the run, whose objective is of the final hidden states.
+        abstract: the train state, with ``DiskLeaf`` for what is in files.
+        params: files of the parameters.
+    """
+    objective = make_objective(config.objective, config.z_loss)
+    assert isinstance(objective, HeadObjective)
+    return StreamedModel(model, objective, config.routing, config.parallel.layout, config.accumulate, params, abstract)
+
+
+def build_streamed_step(
+    config: RunConfig, of: StreamedModel, files: StateFiles, batch: Any, options: dict[str, str] | None
+) -> StreamedPrograms:
+    """Compiled programs of a step with parameters and optimizer state in files; the run's mesh is set.
+
+    Args:
+        config: the run, without gradient clipping.
+        of: from ``streamed_model``.
+        files: of the optimizer state.
+        batch: abstract.
+        options: of the compiler.
+    """
+    make, rate = layer_optimizer(config.optim, config.steps), schedule(config.optim.schedule, config.steps)
+    reports = _reports(of.model, layers=False)
+    return compiled_streamed_programs(of, make, rate, step_links(config), reports, files, batch, options)
+
+
 def _hooks(config: RunConfig, model: Functional) -> StepHooks:
     return StepHooks() if config.optim.spec.hooks is None else config.optim.spec.hooks(config, model)
 
@@ -185,6 +218,7 @@ def init_run_state(
     abstract: TrainState,
     params: Any = None,
     files: StateFiles | None = None,
+    param_files: StateFiles | None = None,
 ) -> TrainState:
     """Fresh train state of a run; replicas begin with the same values.
 
@@ -193,11 +227,18 @@ def init_run_state(
         abstract: from ``run_state``.
         params: initial parameters, on the mesh; None: random ones.
         files: where the optimizer state is; None: in memory.
+        param_files: where the parameters of layers are; None: in memory.
     """
     extras = link_states(step_links(config))
     if config.outer.kind == "none":
         make = layer_optimizer(config.optim, config.steps)
         in_files = files and (lambda params: initial_arrays(make, model.logical_axes(), params, files))
+        if files is not None and param_files is not None:
+            with jax.set_mesh(mesh):
+                params = stored_params(model, config.seed, abstract.params, param_files, params)
+            in_files = lambda params: initial_streamed_arrays(  # noqa: E731
+                make, model.logical_axes(), params, param_files, files
+            )
         return init_state(model, optimizer, mesh, config.seed, abstract, params, extras, in_files)
     one = abstract_state(model, optimizer, mesh, config.host, extras)
     first = init_state(model, optimizer, mesh, config.seed, one, params, extras)
