@@ -30,8 +30,8 @@ from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
+from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_files import StateFiles
-from jaxllm.train.disk.streamed_step import StreamedStep
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.adaptive_step import AdaptiveStep, Choice, Layers
@@ -215,7 +215,7 @@ class Run:
             of = streamed_model(self.config, self.model, self.abstract, self.param_files)
             with jax.set_mesh(self.mesh):
                 programs = build_streamed_step(self.config, of, files, batch, options)
-            return StreamedStep(programs, of, files), time.monotonic() - start
+            return LayerStreamStep(programs, of, files), time.monotonic() - start
         if files is not None:
             streamed = build_disk_step(self.config, self.model, grads, self.abstract, files)
             with jax.set_mesh(self.mesh):

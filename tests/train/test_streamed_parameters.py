@@ -17,9 +17,9 @@ from jaxllm.models import MoeConfig
 from jaxllm.train import train
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout
 from jaxllm.train.disk.streamed_bytes import device_peak, micro_batch_major_reads, step_traffic
-from jaxllm.train.disk.streamed_step import StreamedStep
 from jaxllm.train.run import Run
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from jaxllm.train.step.routing_losses import RoutingConfig
@@ -48,14 +48,14 @@ def config(folder, disk=True, window=3, layers=LAYERS, mlp=None, routing=NO_LOSS
 @pytest.fixture
 def steps(monkeypatch):
     """The streamed steps that run, with the arrays on devices before each program, in bytes."""
-    found: list[StreamedStep] = []
-    begin = StreamedStep.__init__
+    found: list[LayerStreamStep] = []
+    begin = LayerStreamStep.__init__
 
     def made(self, *args):
         begin(self, *args)
         found.append(self)
 
-    monkeypatch.setattr(StreamedStep, "__init__", made)
+    monkeypatch.setattr(LayerStreamStep, "__init__", made)
     return found
 
 
@@ -127,7 +127,7 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
     for count in (1, 4):
         before, most = live(), 0
 
-        def measured(self, state, batch, call=StreamedStep.__call__):
+        def measured(self, state, batch, call=LayerStreamStep.__call__):
             programs = self._programs
 
             def counting(program):
@@ -150,7 +150,7 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
                 self._programs = programs
 
         with monkeypatch.context() as patch:
-            patch.setattr(StreamedStep, "__call__", measured)
+            patch.setattr(LayerStreamStep, "__call__", measured)
             done = train(config(tmp_path, steps=4, every=9, batch_size=32, accumulate=count, out=tmp_path / str(count)))
         run, step = opened[-1], steps[-1]
         traffic = step_traffic(run.param_files, run.state_files)
@@ -200,7 +200,7 @@ def test_layer_major_order_moves_the_parameters_once(tmp_path):
 )
 def test_a_disk_that_fails_is_named_and_the_run_resumes(tmp_path, monkeypatch, call, error, said):
     whole = train(config(tmp_path, out=tmp_path / "whole"))
-    stepped, count = StreamedStep.__call__, iter(range(99))
+    stepped, count = LayerStreamStep.__call__, iter(range(99))
     real = {name: getattr(os, name) for name in ("pwrite", "preadv")}
 
     def failing(self, state, batch):
@@ -215,7 +215,7 @@ def test_a_disk_that_fails_is_named_and_the_run_resumes(tmp_path, monkeypatch, c
         return stepped(self, state, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StreamedStep, "__call__", failing)
+        patch.setattr(LayerStreamStep, "__call__", failing)
         with pytest.raises(DiskTierError, match=said + r"[\s\S]* checkpoint of step 3 is intact; start again"):
             train(config(tmp_path))
     for name, function in real.items():

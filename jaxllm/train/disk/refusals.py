@@ -1,4 +1,4 @@
-"""What does not go with parameters on disk: rows of ``jaxllm.train.combinations``, besides those of optimizer state."""
+"""Refusals of parameters on disk: rows of ``jaxllm.train.combinations``, besides those of optimizer state on disk."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxllm.train.disk.layer_stream_step import IN_FLIGHT
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.step_bytes import shard_bytes
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms
-from jaxllm.train.disk.streamed_step import IN_FLIGHT
 
 
 class StepTraffic(NamedTuple):

@@ -10,7 +10,7 @@
     ends        update of what is outside of layers
     finish      links and metrics
 
-``streamed_step`` calls them. ``jaxllm.train.step.lomo`` does the same in one program, with all layers on the device.
+``layer_stream_step`` calls them. ``jaxllm.train.step.lomo`` does the same in one program, with all layers there.
 
 Legend: B sequences of a micro-batch, S tokens of a sequence, D embed.
 """
@@ -46,7 +46,7 @@ Tally = tuple[Array, Array, Array, Array] | None
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """What the programs of a streamed step are made of.
+    """Model, objective and state that the programs of a streamed step are made of.
 
     Attributes:
         model: the architecture.

@@ -135,7 +135,7 @@ def build_disk_step(
 
 
 def streamed_model(config: RunConfig, model: Functional, abstract: TrainState, params: StateFiles) -> StreamedModel:
-    """What the programs of a run with its parameters in files are made of.
+    """Streamed model of a run with its parameters in files, which its programs are made of.
 
     Args:
         config, model: of the run, whose objective is of the final hidden states.

@@ -44,7 +44,7 @@ class Dispatched:
         return lambda: jax.block_until_ready(results)
 
 
-class StreamedStep:
+class LayerStreamStep:
     """Compiled training step with parameters and optimizer state in files, ``(state, batch) -> (state, metrics)``.
 
     Args:
