@@ -245,25 +245,23 @@ class DiskTier:
             self._start_read(unit)
 
     def _make_room(self, wait: bool = False) -> bool:
-        """Frees a place of the window, the oldest first; whether there is one."""
+        """Frees a place of the window, the oldest first; whether there is one.
+
+        Which unit leaves depends on the order of the pass alone, and not on the time that the disk takes, so that what
+        is read is known beforehand.
+        """
         if len(self._slots) < self.window:
             return True
-        near = self._coming[: self.window]
-        idle = [
-            unit
-            for unit, slot in self._slots.items()
-            if not slot.taken and slot.ready.done() and (slot.unused is None or slot.unused.done())
-        ]
-        away = [unit for unit in idle if unit not in near]
-        for unit in away:
-            stored = self._slots[unit].stored
-            if stored is None or stored.done():
-                return self._evict(unit)
-        if not wait:
+        near = [unit for unit in self._coming[: self.window] if unit in self._slots and self._slots[unit].kept]
+        free = [unit for unit, slot in self._slots.items() if not slot.taken]
+        away = [unit for unit in free if unit not in near]
+        if wait:
+            return self._evict(away[0] if away else max(free, key=near.index))
+        if not away:
             return False
-        # Then the oldest that is still being written, or a kept one that this pass needs last.
-        waiting = [unit for unit, slot in self._slots.items() if not slot.taken and unit not in near]
-        return self._evict(waiting[0] if waiting else max((u for u in self._slots if u in near), key=near.index))
+        slot = self._slots[away[0]]
+        done = all(one is None or one.done() for one in (slot.ready, slot.stored, slot.unused))
+        return done and self._evict(away[0])
 
     def _evict(self, unit: int) -> bool:
         slot = self._slots.pop(unit)

@@ -258,8 +258,8 @@ def compiled_streamed_programs(
 
         rows = files.abstract_rows(segment)
         shardings = outs, [one.sharding for one in rows], [everywhere] * len(counters), everywhere
-        # Parameters of layers may be views of the tier's buffers, which are not donated.
-        donate = (1,) if segment else (0, 1)
+        # Parameters of layers may be views of the tier's buffers, which are not donated: the gradients become them.
+        donate = 1 if segment else 0
         return ready(update, params, grads, counters, rows, donate=donate, outs=shardings)
 
     split, (micros, total) = ready(of.split, batch)

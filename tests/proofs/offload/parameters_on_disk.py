@@ -31,7 +31,7 @@ from tests.proofs.offload.optimizer_on_disk import hashes
 from tests.proofs.parallelism import processes
 from tests.train.runs import losses, run_config
 
-STREAMED = ("--disk.parameters", "true", "--optim.clip-norm", "None", "--model.remat", "full")
+STREAMED = ("--disk.parameters", "--optim.clip-norm", "None", "--model.remat", "full")
 """Settings of a streamed run beside ``--disk``."""
 MEMORY = Path("/dev/shm")
 """A file system in the host's memory."""
