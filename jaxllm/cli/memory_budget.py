@@ -123,8 +123,8 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
 
 
 def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
-    """The run with its optimizer state on the device, in the host's memory, and on disk, and last with its parameters
-    there as well, as far as the budget has them.
+    """The run with its optimizer state on the device, in the host's memory, and on disk, with its parameters there as
+    well, and last with the inputs of layers too, as far as the budget has them.
 
     A state that the host or the disk has is copied there and back in each step, so it leaves the device only where no
     remat fits beside it.
@@ -138,7 +138,9 @@ def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
         directory, size = budget.disk
         disk = dataclasses.replace(config.disk, directory=directory, bytes=size)
         places.append(dataclasses.replace(config, disk=disk))
-        places.append(with_remat(dataclasses.replace(config, disk=dataclasses.replace(disk, parameters=True)), "full"))
+        for activations in (False, True):
+            streamed = dataclasses.replace(disk, parameters=True, activations=activations)
+            places.append(with_remat(dataclasses.replace(config, disk=streamed), "full"))
     return places
 
 
@@ -153,7 +155,8 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     from jaxllm.train.compile_step import step_memory_here
 
     device, host = step_memory_here(config)
-    said = f"{device / 2**30:.3f} GiB on the device, {host / 2**30:.3f} in the host's memory for the inputs of layers"
+    inputs = f"inputs of layers {'on disk' if config.disk.activations else 'in the host memory'}"
+    said = f"{device / 2**30:.3f} GiB on the device, {host / 2**30:.3f} of the host for {inputs}"
     print(f"layers streamed from disk: {said}", flush=True)
     for name, found, most in (("--within", device, budget.device), ("--host", host, budget.host)):
         if most is not None and found > most:

@@ -158,13 +158,16 @@ def _layer_stream_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[
     with jax.set_mesh(mesh):
         programs = build_streamed_step(run, of, files, _abstract_batch(run, model, mesh), chosen)
     hidden: int = programs.embed.memory_analysis().output_size_in_bytes
-    return sum(device_peak(programs, of, files)), hidden * run.accumulate * len(params.units)
+    count = run.accumulate * len(params.units)
+    return sum(device_peak(programs, of, files)), hidden * (
+        min(run.disk.window, count) if run.disk.activations else count
+    )
 
 
 def _on_disk(run: RunConfig, abstract: TrainState) -> tuple[TrainState, StateFiles, StateFiles]:
     """The train state with ``DiskLeaf`` for its optimizer state, and the files of that and of the parameters."""
     files = StateFiles(run.disk, abstract.opt_state)
-    params = StateFiles(run.disk, abstract.params, "params", beside=files.bytes)
+    params = StateFiles(run.disk, abstract.params, "params")
     return replace(abstract, opt_state=files.leaves()), files, params
 
 

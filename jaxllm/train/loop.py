@@ -27,6 +27,7 @@ from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_file import DiskTierError
 from jaxllm.train.disk.streamed_bytes import step_traffic
 from jaxllm.train.disk.streamed_evaluation import StreamedEvaluator
@@ -193,6 +194,9 @@ def run_with_rollback(
     step, seconds = run.compile_step()
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     events.write("compiled", seconds=round(seconds, 3))
+    if isinstance(step, LayerStreamStep) and run.param_files is not None and run.state_files is not None:
+        traffic = step_traffic(run.param_files, run.state_files, step.inputs.sizes)
+        view.say(f"layers are streamed: {traffic}, for {config.accumulate} micro-batches")
     # Processes compile at different speeds, and collectives of the first step time out after half a minute.
     run.group.barrier("compiled")
     evaluate = make_evaluator(run) if config.eval_every else None
@@ -359,8 +363,6 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
     for files in (run.param_files, run.state_files):
         if files is not None:
             view.say(str(files))
-    if run.param_files is not None and run.state_files is not None:
-        view.say(f"layers are streamed: {step_traffic(run.param_files, run.state_files)}")
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:

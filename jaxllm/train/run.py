@@ -30,6 +30,7 @@ from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
+from jaxllm.train.disk.disk_tier import check_room
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.frozen_base import FrozenBase, trained_only
@@ -58,6 +59,7 @@ from jaxllm.train.step.step_builder import (
     run_state,
     settle_function,
     step_links,
+    streamed_inputs,
     streamed_model,
 )
 from jaxllm.train.step.step_chain import saved_state
@@ -108,6 +110,7 @@ class Run:
         abstract: shapes, dtypes and shardings of the train state.
         state_files: the optimizer state, where it is on disk; else None.
         param_files: the parameters of layers, where they are on disk; else None.
+        disk_bytes: bytes of the state in files.
         links: techniques of the step, some of which keep state.
         init_model: the model that parameters are initialised from, or None.
         base: the frozen base of the run's adapter, or None.
@@ -145,13 +148,14 @@ class Run:
         self.state_files: StateFiles | None = None
         if config.disk.directory:
             self.state_files = StateFiles(config.disk, self.abstract.opt_state)
-            self.state_files.tier  # noqa: B018  # raises where the files do not fit
             self.abstract = replace(self.abstract, opt_state=self.state_files.leaves())
         self.param_files: StateFiles | None = None
         if self.state_files is not None and config.disk.parameters:
-            self.param_files = StateFiles(config.disk, self.abstract.params, "params", beside=self.state_files.bytes)
-            self.param_files.tier  # noqa: B018
+            self.param_files = StateFiles(config.disk, self.abstract.params, "params")
             self.abstract = replace(self.abstract, params=self.param_files.leaves())
+        self.disk_bytes = sum(files.bytes for files in (self.state_files, self.param_files) if files is not None)
+        if self.disk_bytes:
+            check_room(config.disk, self.disk_bytes)
         self.links = step_links(config)
         settle = settle_function(config, self.model)
         self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
@@ -215,7 +219,9 @@ class Run:
             of = streamed_model(self.config, self.model, self.abstract, self.param_files)
             with jax.set_mesh(self.mesh):
                 programs = build_streamed_step(self.config, of, files, batch, options)
-            return LayerStreamStep(programs, of, files), time.monotonic() - start
+            inputs = streamed_inputs(self.config, of, programs, self.mesh)
+            check_room(self.config.disk, self.disk_bytes, sum(inputs.sizes))
+            return LayerStreamStep(programs, of, files, inputs), time.monotonic() - start
         if files is not None:
             streamed = build_disk_step(self.config, self.model, grads, self.abstract, files)
             with jax.set_mesh(self.mesh):

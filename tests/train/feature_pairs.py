@@ -27,6 +27,7 @@ from jaxllm.train.combinations import refused
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
+from jaxllm.train.disk.saved_inputs import HostInputs
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
@@ -258,7 +259,7 @@ def outcome(*names: str) -> Pair | None:
             programs = build_streamed_step(run, of, files, batch, quick.OPTIONS)
             parts = (programs.embed, programs.head, *programs.forward.values(), *programs.update.values())
             text = "".join(one.as_text() for one in (*parts, *programs.backward.values()))
-            after, metrics = LayerStreamStep(programs, of, files)(state, batch)
+            after, metrics = LayerStreamStep(programs, of, files, HostInputs())(state, batch)
         else:
             lowered = lowered_programs(build_disk_step(run, model, grads, abstract, files), abstract, batch, files)
             text = "".join(one.as_text() for one in (lowered.gradients, *lowered.updates.values(), lowered.finish))

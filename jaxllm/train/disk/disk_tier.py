@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
 
 THREADS = 2
@@ -61,6 +62,35 @@ class _Slot:
     unused: Future[None] | None = None
 
 
+def check_room(config: DiskConfig, state: int, activations: int = 0) -> None:
+    """Checks that files of these bytes fit into the directory, before any is made.
+
+    Args:
+        config: directory, and most bytes of it.
+        state: bytes of the train state in files.
+        activations: bytes of saved activations in files.
+
+    Raises:
+        DiskTierError: they do not, or the directory cannot be used.
+    """
+    directory = Path(config.directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise DiskTierError(f"disk.directory = {directory} cannot be used: {error}.") from error
+    limit = min(config.bytes, free) if config.bytes else free
+    if 2 * state + activations > limit:
+        what = "the parameters of layers and the optimizer state take" if config.parameters else "the state takes"
+        more = f", the inputs of layers {activations / 2**30:.3f} GiB" if activations else ""
+        of = "disk.bytes" if config.bytes and config.bytes <= free else "free there"
+        raise DiskTierError(
+            f"{what} {state / 2**30:.3f} GiB in files, and twice that while a checkpoint is written{more}, but "
+            f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {directory}); give more, or split the run over more "
+            "processes."
+        )
+
+
 @dataclass
 class DiskTier:
     """Units of state in files of a directory, of which ``window`` are in memory at a time.
@@ -69,22 +99,18 @@ class DiskTier:
         directory: on the disk.
         layouts: layout of each unit's file.
         window: most units in memory.
-        limit: most bytes of files; 0: what the file system has free.
-        beside: bytes of the files of another tier in the directory.
 
     Attributes:
         log: I/O log, in the order of calls; None: none is kept.
         moved: bytes read and written so far, by ``IoEvent.what``.
 
     Raises:
-        DiskTierError: the files do not fit, or the directory cannot be written.
+        DiskTierError: the directory has no room, or cannot be written.
     """
 
     directory: Path
     layouts: Sequence[FileLayout]
     window: int
-    limit: int = 0
-    beside: int = 0
     log: list[IoEvent] | None = None
     moved: Counter[str] = field(default_factory=Counter)
     _slots: dict[int, _Slot] = field(default_factory=dict)
@@ -92,21 +118,6 @@ class DiskTier:
     _spare: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory).free + self.beside  # the other tier has its room already
-        except OSError as error:
-            raise DiskTierError(f"disk.directory = {self.directory} cannot be used: {error}.") from error
-        limit = min(self.limit, free) if self.limit else free
-        both = self.bytes + self.beside
-        if 2 * both > limit:
-            what = "the parameters of layers and the optimizer state take" if self.beside else "the state takes"
-            of = "disk.bytes" if self.limit and self.limit <= free else "free there"
-            raise DiskTierError(
-                f"{what} {both / 2**30:.3f} GiB in files, and twice that while a checkpoint is written, but "
-                f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {self.directory}); give more, or "
-                "split the run over more processes."
-            )
         self._files = [StateFile(self.directory, layout) for layout in self.layouts]
         self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")
@@ -207,6 +218,21 @@ class DiskTier:
             if slot.stored is not None:
                 slot.stored.result()
 
+    def put(self, unit: int, fill: Callable[[np.ndarray], None]) -> None:
+        """Writes new contents of a unit, whatever it had; between two passes.
+
+        Args:
+            unit: the unit.
+            fill: as for ``give``.
+        """
+        if unit in self._slots:
+            self._evict(unit)
+        self._make_room(wait=True)
+        empty: Future[None] = Future()
+        empty.set_result(None)
+        self._slots[unit] = _Slot(self._buffer(self.layouts[unit].size), empty, taken=True)
+        self.give(unit, fill)
+
     # Whole contents
 
     def freeze(self) -> list[StateFile]:
@@ -275,11 +301,13 @@ class DiskTier:
 
     def _start_read(self, unit: int) -> None:
         size = self.layouts[unit].size
-        self._spare = [one for one in self._spare if one.size == size]
-        buffer = self._spare.pop() if self._spare else aligned_buffer(size)
-        file = self._files[unit]
+        buffer, file = self._buffer(size), self._files[unit]
         self._record("read", unit, size)
         self._slots[unit] = _Slot(buffer, self._readers.submit(file.read, buffer))
+
+    def _buffer(self, size: int) -> np.ndarray:
+        self._spare = [one for one in self._spare if one.size == size]
+        return self._spare.pop() if self._spare else aligned_buffer(size)
 
     def _record(self, what: Literal["read", "forward", "write"], unit: int, size: int) -> None:
         self.moved[what] += size

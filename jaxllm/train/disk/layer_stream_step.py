@@ -1,7 +1,7 @@
 """Training step whose parameters are streamed: the device holds few layers at a time, the tier's files hold all.
 
-Forward, each layer is read ahead of its use, and the inputs of layers are saved in the host's memory. Backward, each
-layer is computed again from its input, and is updated and written as soon as its gradients are there (Fuyou,
+Forward, each layer is read ahead of its use, and its input is saved (``saved_inputs``). Backward, each layer is
+computed again from its input, and is updated and written as soon as its gradients are there (Fuyou,
 arXiv:2403.06504). So neither all parameters nor all gradients nor all optimizer state of layers are ever on the device
 (ZeRO-Infinity, arXiv:2104.07857). A layer is read once for all micro-batches in each direction: layer-major order
 (Harmony, arXiv:2202.01306). What is outside of layers stays on the device: embedding, output matrix, final norm.
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxllm.train.disk.disk_step import part_of
+from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, to_device, to_host
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms
 from jaxllm.train.step.train_state import TrainState
@@ -51,10 +52,14 @@ class LayerStreamStep:
         programs: compiled.
         of: model, with the files of the parameters.
         files: of the optimizer state.
+        inputs: where the inputs of layers are saved.
+
+    Attributes:
+        inputs: as given.
     """
 
-    def __init__(self, programs: StreamedPrograms, of: StreamedModel, files: StateFiles):
-        self._programs, self._of, self._files = programs, of, files
+    def __init__(self, programs: StreamedPrograms, of: StreamedModel, files: StateFiles, inputs: SavedInputs):
+        self._programs, self._of, self._files, self.inputs = programs, of, files, inputs
         self._numbers = {unit: number for number, unit in enumerate(files.units)}
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -65,8 +70,9 @@ class LayerStreamStep:
         Raises:
             DiskTierError: the files failed; the state is lost then.
         """
-        programs, of, params, files = self._programs, self._of, self._of.params, self._files
-        moved = params.tier.moved + files.tier.moved
+        programs, of, params, files, saved = self._programs, self._of, self._of.params, self._files, self.inputs
+        tiers = [params.tier, files.tier, *([saved.tier] if isinstance(saved, DiskInputs) else [])]
+        moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write")}
         layers = list(range(len(params.units)))
         params.tier.begin([*layers, *reversed(layers)])
         order = [self._numbers[params.units[n]] for n in reversed(layers) if params.units[n] in self._numbers]
@@ -84,11 +90,11 @@ class LayerStreamStep:
             running.add(x)
             hidden.append(x if alone else to_host(x))
             tallies.append(tally)
-        saved: list[list[jax.Array]] = []
         for number in layers:
             unit = params.units[number]
             rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
-            saved.append([to_host(x) for x in hidden])
+            for i in reversed(range(len(micros))):
+                saved.put(number, i, hidden[i])
             for i, micro in enumerate(micros):
                 x, tallies[i] = programs.forward[unit.segment](rows, to_device(hidden[i]), tallies[i], micro, first)
                 running.add(x)
@@ -106,14 +112,16 @@ class LayerStreamStep:
         # Backward: a layer is updated when all its micro-batches have been through it.
         norms: list[Any] = [None] * (len(layers) + 1)
         counters = before
+        saved.begin()
         for number in reversed(layers):
             unit = params.units[number]
             rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
-            grads, inputs = programs.layer_zeros[unit.segment](), saved.pop()
+            grads = programs.layer_zeros[unit.segment]()
             for i, micro in enumerate(micros):
-                dx = to_device(grads_of[i])
-                grads, dx = programs.backward[unit.segment](rows, to_device(inputs[i]), micro, dx, total, first, grads)
+                x, dx = saved.take(number, i), to_device(grads_of[i])
+                grads, dx = programs.backward[unit.segment](rows, x, micro, dx, total, first, grads)
                 running.add(dx)
+                saved.drop(number, i, running.waiting())
                 grads_of[i] = dx if alone else to_host(dx)
             state_unit = self._numbers.get(unit)
             arrays = [] if state_unit is None else files.placed(state_unit, files.tier.take(state_unit))
@@ -122,14 +130,14 @@ class LayerStreamStep:
             params.give(number, new)
             if state_unit is not None:
                 files.give(state_unit, arrays)
-            del rows, grads, inputs, new, arrays
+            del rows, grads, x, new, arrays
         for i, micro in enumerate(micros):
             end_grads = programs.lookup(ends, micro, to_device(grads_of[i]), end_grads)
         ends, counters, norms[-1] = self._update_ends(ends, end_grads, before)
 
         resident = replace(state, params=(), opt_state=())
         step, extras, metrics = programs.finish(resident, counters, sums, norms)
-        moved = params.tier.moved + files.tier.moved - moved
+        moved = {what: before + sum(tier.moved[what] for tier in tiers) for what, before in moved.items()}
         metrics |= {"disk_read_bytes": moved["read"], "disk_written_bytes": moved["write"]}
         whole = {**state.params, **ends}
         return replace(state, params=whole, opt_state=files.with_kept(counters), step=step, extras=extras), metrics
@@ -142,13 +150,3 @@ class LayerStreamStep:
         if number is not None:
             files.give(number, arrays)
         return ends, counters, norms
-
-
-def to_host(x: jax.Array) -> jax.Array:
-    """The array in the host's memory; the copy is asynchronous."""
-    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-
-
-def to_device(x: jax.Array) -> jax.Array:
-    """The array in the device's memory; the copy is asynchronous."""
-    return jax.device_put(x, x.sharding.with_memory_kind("device"))

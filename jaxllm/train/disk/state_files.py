@@ -180,7 +180,6 @@ class StateFiles:
         config: where the files are.
         abstract: the optimizer state, or the parameters, as ``abstract_state`` has them in memory.
         field: "opt_state"; or "params", of which only layers are in files.
-        beside: bytes of other files of the run in the directory.
 
     Attributes:
         units: units of the state in the order of a pass: layers, then what is outside of them.
@@ -191,9 +190,7 @@ class StateFiles:
         ConfigError: the state is not one of layers.
     """
 
-    def __init__(
-        self, config: DiskConfig, abstract: Any, field: Literal["opt_state", "params"] = "opt_state", beside: int = 0
-    ):
+    def __init__(self, config: DiskConfig, abstract: Any, field: Literal["opt_state", "params"] = "opt_state"):
         leaves, self._structure = jax.tree.flatten_with_path(abstract)
         self._abstract = [leaf for _, leaf in leaves]
         segments = [_segment_of(path) for path, _ in leaves]
@@ -223,17 +220,12 @@ class StateFiles:
         self._layouts = [
             FileLayout(f"{self.what} of {unit}", labels[unit.segment], sizes[unit.segment]) for unit in self.units
         ]
-        self.window, self._config, self._beside = config.window, config, beside
+        self.window, self._config = config.window, config
 
     @functools.cached_property
     def tier(self) -> DiskTier:
-        """The files, made when they are first needed.
-
-        Raises:
-            DiskTierError: they do not fit.
-        """
-        directory, limit = Path(self._config.directory), self._config.bytes
-        return DiskTier(directory, self._layouts, self.window, limit, beside=self._beside)
+        """The files, made when they are first needed."""
+        return DiskTier(Path(self._config.directory), self._layouts, self.window)
 
     @property
     def bytes(self) -> int:

@@ -27,7 +27,7 @@ class StepTraffic(NamedTuple):
         return f"each step reads {self.read / 2**30:.3f} GiB and writes {self.written / 2**30:.3f} GiB"
 
 
-def step_traffic(params: StateFiles, files: StateFiles) -> StepTraffic:
+def step_traffic(params: StateFiles, files: StateFiles, inputs: Sequence[int] = ()) -> StepTraffic:
     """Bytes read and written in a step, however many micro-batches it has.
 
     Each layer is asked for twice, forward and backward, and its optimizer state once; what the window still has is not
@@ -36,6 +36,7 @@ def step_traffic(params: StateFiles, files: StateFiles) -> StepTraffic:
 
     Args:
         params, files: of parameters and optimizer state.
+        inputs: bytes of each input of a layer that is saved in a file, in the order of the forward pass.
     """
     sizes, window = [params.layout(n).size for n in range(len(params.units))], params.window
     layers = [files.layout(n).size for n, unit in enumerate(files.units) if unit.segment]
@@ -43,7 +44,8 @@ def step_traffic(params: StateFiles, files: StateFiles) -> StepTraffic:
     kept = min(window - len(ends), len(layers))
     states = sum(layers) - sum(layers[max(0, len(layers) - window) : kept])
     read = sum(sizes[window:]) + sum(sizes[: max(0, len(sizes) - window)]) + states + sum(ends)
-    return StepTraffic(read, sum(sizes) + sum(layers) + sum(ends))
+    read += sum(inputs[: max(0, len(inputs) - window)])
+    return StepTraffic(read, sum(sizes) + sum(layers) + sum(ends) + sum(inputs))
 
 
 def micro_batch_major_reads(sizes: Sequence[int], window: int, micro_batches: int) -> int:

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxllm.models import Functional
 from jaxllm.train.disk.disk_step import part_of
-from jaxllm.train.disk.layer_stream_step import Dispatched, to_device, to_host
+from jaxllm.train.disk.layer_stream_step import Dispatched
+from jaxllm.train.disk.saved_inputs import to_device, to_host
 from jaxllm.train.disk.streamed_programs import StreamedModel
 from jaxllm.train.evaluate import Evaluation, Evaluator
 from jaxllm.train.step.loss import LossSums

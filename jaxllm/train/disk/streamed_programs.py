@@ -190,6 +190,7 @@ class StreamedPrograms:
 
     Attributes:
         head_zeros, layer_zeros: sums and gradients before the first of several micro-batches.
+        hidden: input of a layer, abstract.
     """
 
     split: Any
@@ -203,6 +204,7 @@ class StreamedPrograms:
     finish: Any
     head_zeros: Any
     layer_zeros: dict[str, Any]
+    hidden: Any
 
 
 def compiled_streamed_programs(
@@ -307,7 +309,7 @@ def compiled_streamed_programs(
     outs = (state.step.sharding, shardings_of(state.extras), None)
     finishing, _ = ready(finish, resident, counters, sums_grads[0], norms, outs=outs)
     return StreamedPrograms(
-        split, embed, forward, head, backward, update, lookup, last, finishing, head_zeros, layer_zeros
+        split, embed, forward, head, backward, update, lookup, last, finishing, head_zeros, layer_zeros, x
     )
 
 

@@ -14,6 +14,7 @@ from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
+from jaxllm.train.disk.saved_inputs import DiskInputs, HostInputs
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms, compiled_streamed_programs
 from jaxllm.train.disk.streamed_start import initial_streamed_arrays, stored_params
@@ -162,6 +163,23 @@ def build_streamed_step(
     make, rate = layer_optimizer(config.optim, config.steps), schedule(config.optim.schedule, config.steps)
     reports = _reports(of.model, layers=False)
     return compiled_streamed_programs(of, make, rate, step_links(config), reports, files, batch, options)
+
+
+def streamed_inputs(
+    config: RunConfig, of: StreamedModel, programs: StreamedPrograms, mesh: Mesh
+) -> HostInputs | DiskInputs:
+    """Where a streamed step saves the inputs of layers.
+
+    Args:
+        config: the run.
+        of, programs: of its step.
+        mesh: of the run.
+    """
+    if not config.disk.activations:
+        return HostInputs()
+    hidden = programs.hidden
+    there = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=jax.NamedSharding(mesh, hidden.sharding.spec))
+    return DiskInputs(config.disk, len(of.params.units), config.accumulate, there)
 
 
 def _hooks(config: RunConfig, model: Functional) -> StepHooks:

@@ -91,15 +91,15 @@ def streamed(layers: int) -> tuple[dict[str, str], list[Any]]:
 
 @proof("offload", count=12, sample=1)
 def windows_change_no_bit(seed: int) -> None:
-    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory: parameters, moments and
-    losses of twelve steps are those of a window of two layers."""
+    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory, inputs of layers in files or
+    not: parameters, moments and losses of twelve steps are those of a window of two layers."""
     rng = random.Random(seed)
     layers, window = rng.choice([1, 3, 6]), rng.randint(2, 8)
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=rng.choice([None, *([MEMORY] * MEMORY.is_dir())])) as files,
     ):
-        disk = DiskConfig(files, window=window, parameters=True)
+        disk = DiskConfig(files, window=window, parameters=True, activations=rng.random() < 0.5)
         saving = rng.choice(["lazy", "eager", "blocking"])
         done = train(run(Path(folder), layers, disk, every=rng.randint(1, 12), saving=saving))
         assert (hashes(done.directory), losses(done.directory)) == streamed(layers)
@@ -192,7 +192,7 @@ def traffic_is_the_formula(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = DiskConfig(folder, window=window, parameters=True)
         files = StateFiles(config, (state, leaf()))
-        own = StateFiles(config, params, "params", beside=files.bytes)
+        own = StateFiles(config, params, "params")
         for tier in (files.tier, own.tier):
             for file in tier.renew():
                 for part, size in enumerate(file.layout.sizes):
