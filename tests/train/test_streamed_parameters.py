@@ -11,10 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm import cli
 from jaxllm.checkpoint import Checkpointer
 from jaxllm.config import ConfigError
 from jaxllm.models import MoeConfig
 from jaxllm.train import train
+from jaxllm.train.disk import state_files
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
@@ -103,6 +105,33 @@ def test_a_stopped_run_resumes_to_the_bit(tmp_path):
     assert done.directory == stopped
     assert same_bits(saved(done.directory), saved(whole.directory))
     assert losses(done.directory) == losses(whole.directory)
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("source", ["a run", "safetensors"])
+def test_a_loaded_model_goes_to_the_files_array_by_array(tmp_path, source, monkeypatch):
+    """The first step's loss is that of the loaded parameters, and few of them are on the device at a time."""
+    first = config(tmp_path, disk=False, out=tmp_path / "first", steps=2)
+    begin = str(train(first).directory)
+    if source == "safetensors":
+        assert cli.main(["convert", begin, str(tmp_path / "model"), "--to", "hf"]) == 0
+        begin = str(tmp_path / "model")
+    at_once: list[int] = []
+    write = state_files._write
+
+    def written(file, shards, array):
+        arrays = (x for x in jax.live_arrays() if x.ndim > 1 and x.shape[0] == LAYERS)
+        at_once.append(len(list(arrays)))
+        write(file, shards, array)
+
+    ends = []
+    for disk in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(state_files, "_write", written)
+            ends.append(train(config(tmp_path, disk, steps=2, init_from=begin, out=tmp_path / str(disk))).directory)
+    for (_, loss, _), (_, other, _) in zip(*map(losses, ends), strict=True):
+        assert loss == pytest.approx(other, rel=3e-6)
+    assert max(at_once) <= 1
 
 
 @pytest.mark.drawn(0.5)

@@ -316,6 +316,15 @@ class StateFiles:
         )
 
 
+def put_on_disk(value: Any, target: Any) -> Any:
+    """A parameter in the place that its target says: a ``DiskLeaf`` takes the values of an array, which is freed."""
+    if not isinstance(target, DiskLeaf) or isinstance(value, DiskLeaf):
+        return value
+    target.store(value)
+    value.delete()
+    return target
+
+
 def _segment_of(path: tuple[Any, ...]) -> str:
     keys = [str(getattr(key, "key", "")) for key in path]
     return keys[keys.index("segments") + 1] if "segments" in keys else ""

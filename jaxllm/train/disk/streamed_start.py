@@ -8,7 +8,7 @@ import jax
 
 from jaxllm.models import Functional
 from jaxllm.train.disk.disk_step import Make, part_of
-from jaxllm.train.disk.state_files import DiskLeaf, StateFiles
+from jaxllm.train.disk.state_files import StateFiles, put_on_disk
 
 
 def stored_params(model: Functional, seed: int, abstract: Any, files: StateFiles, params: Any = None) -> Any:
@@ -21,20 +21,12 @@ def stored_params(model: Functional, seed: int, abstract: Any, files: StateFiles
         seed: of random parameters.
         abstract: the parameters with ``files.leaves()``.
         files: of the parameters.
-        params: initial parameters, on the mesh, whose buffers are freed; None: random ones.
+        params: initial parameters, on the mesh, whose buffers are freed, or in the files already; None: random ones.
     """
-    files.tier.renew()
-
-    def placed(array: jax.Array, target: Any) -> Any:
-        if not isinstance(target, DiskLeaf):
-            return array
-        target.store(array)
-        array.delete()
-        return target
-
     if params is not None:
-        return jax.tree.map(placed, params, abstract)
-    return model.init(jax.random.split(jax.random.key(seed))[0], abstract, placed)
+        return jax.tree.map(put_on_disk, params, abstract)
+    files.tier.renew()
+    return model.init(jax.random.split(jax.random.key(seed))[0], abstract, put_on_disk)
 
 
 def initial_streamed_arrays(

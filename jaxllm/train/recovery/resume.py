@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxllm.checkpoint import CheckpointCorruptError, state_providers
 from jaxllm.config import differences, from_dict
 from jaxllm.models.value_head import fresh_value_head, put_value_head
@@ -37,7 +39,12 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
         if run.base is not None:
             params = run.base.start_params(run.first_gradients)
         elif run.init_model is not None:
-            params = run.init_model.load(run.mesh, run.config.model.param_dtype)
+            given: list[Any] = [run.mesh, run.config.model.param_dtype]
+            if run.param_files is not None:
+                run.param_files.tier.renew()
+                given.append(run.abstract.params)
+            with jax.set_mesh(run.mesh):
+                params = run.init_model.load(*given)
             if has_value_head(run.config):
                 params = put_value_head(params, fresh_value_head(run.abstract.params["head"]["value"]))
         files = run.state_files, run.param_files
