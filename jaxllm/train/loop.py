@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jaxllm.checkpoint import CheckpointError, StateProvider
-from jaxllm.config import to_dict
+from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
 from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
@@ -126,6 +126,11 @@ def train(
     # Processes with different settings or data would hang or diverge later, so they compare them first.
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also, data)
+    if feed is not None and run.param_files is not None:
+        raise ConfigError(
+            "disk.parameters: the batches of this run are made with its parameters, which are in files; set "
+            "disk.parameters to false."
+        )
     run.group.agree("the devices and data", device_fingerprint(run.mesh, run.data.train.fingerprint))
     files = run.directory
     events = EventLog(files.events if files.writes else None, began)

@@ -203,7 +203,9 @@ def sizes_of(run: RunConfig) -> dict[str, int]:
     return dict(MeshSpec.parse(run.mesh).axes)
 
 
-BY_THE_OPTIMIZER = r'^optim: .* does not (use moments; it uses |support rounding = ")'
+BY_THE_OPTIMIZER = (
+    r'^optim: .* (does not (use moments; it uses |support rounding = ")|never holds all gradients, so it cannot clip)'
+)
 """How an optimizer's row in its own table refuses a setting of its own."""
 
 

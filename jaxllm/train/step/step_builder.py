@@ -168,7 +168,7 @@ def build_streamed_step(
 def streamed_inputs(
     config: RunConfig, of: StreamedModel, programs: StreamedPrograms, mesh: Mesh
 ) -> HostInputs | DiskInputs:
-    """Where a streamed step saves the inputs of layers.
+    """Saved inputs of the layers of a streamed step, in the host's memory or in files.
 
     Args:
         config: the run.
