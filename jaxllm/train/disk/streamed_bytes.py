@@ -95,7 +95,7 @@ def device_peak(programs: StreamedPrograms, of: StreamedModel, files: StateFiles
         of: model and state, with the files of the parameters.
         files: of the optimizer state.
     """
-    running = IN_FLIGHT + 1
+    running, count = IN_FLIGHT + 1, len(of.params.units)
     params = {s: shard_bytes(of.params.abstract_rows(s)) for s in of.segments}
     states = {s: shard_bytes(files.abstract_rows(s)) for s in of.segments}
     ends = sum(
@@ -108,8 +108,8 @@ def device_peak(programs: StreamedPrograms, of: StreamedModel, files: StateFiles
     hidden = programs.embed.memory_analysis().output_size_in_bytes
     return DevicePeak(
         ends=2 * ends,
-        layers=running * max(2 * params[s] + states[s] for s in of.segments),
-        leaving=of.params.window * max(params[s] + states[s] for s in of.segments),
+        layers=min(running, count) * max(2 * params[s] + states[s] for s in of.segments),
+        leaving=min(of.params.window, count) * max(params[s] + states[s] for s in of.segments),
         ends_state=2 * shard_bytes(files.abstract_rows("")),
         hidden=4 * running * hidden,
         temporaries=max(one.memory_analysis().temp_size_in_bytes for one in each),

@@ -151,11 +151,12 @@ def kills_with_parameters_on_disk(seed: int) -> None:
     bound={"curve": 1e-10, "parameters": 1e-10},
 )
 def processes_with_parameters_on_disk(mesh: str) -> dict[str, float]:
-    """Four processes of two devices, each with the shards of its devices in files of its own, against one process with
-    everything in memory."""
+    """Four processes of two devices, each with the shards of its devices in files of its own, and the inputs of layers
+    too, against one process with everything in memory."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as resident:
         here, other = Path(folder), Path(resident)
-        four = processes.Processes(here, mesh, more=("--disk", f"{here / 'files'}:64MiB", *STREAMED))
+        more = ("--disk", f"{here / 'files'}:64MiB", *STREAMED, "--disk.activations")
+        four = processes.Processes(here, mesh, more=more)
         assert four.wait() == [0] * processes.PROCESSES, four.said(0)[-3000:]
         assert os.listdir(here / "files") == []
         plain: RunConfig = processes.together_run()
