@@ -206,9 +206,6 @@ FEATURES: dict[str, Feature] = {
     "narrow moments": Feature(
         lambda run, _: run.optim.moments != "float32", lambda run: f'optim.moments = "{run.optim.moments}"'
     ),
-    "gradient clipping": Feature(
-        lambda run, _: run.optim.clip_norm is not None, lambda run: f"optim.clip_norm = {run.optim.clip_norm}"
-    ),
     "gradient accumulation": Feature(lambda run, _: run.accumulate > 1, lambda run: f"accumulate = {run.accumulate}"),
     # Step
     "reaction to spikes": Feature(lambda run, _: run.spikes.action != "none", _spikes),

@@ -139,7 +139,7 @@ def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, f
 
 def test_parameters_leave_the_device_last(with_places, finished, capsys):
     """Where the run's settings allow it, the device has room, and the host for the inputs of layers."""
-    run = dataclasses.replace(runs.run_config(finished, clip_norm=None), mesh="data=1")
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=1")
     disk, least = ("/nvme", 1 << 30), BASE - STATE - PARAMS << 20
     fitted = fitted_here(run, MemoryBudget(least, None, disk))
     assert fitted.disk == DiskConfig(*disk, parameters=True)
@@ -153,8 +153,8 @@ def test_parameters_leave_the_device_last(with_places, finished, capsys):
 
 
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
-    """What it takes of the device does not grow with the layers; gradient clipping is refused."""
-    run = runs.run_config(finished, clip_norm=None)
+    """What it takes of the device does not grow with the layers; other recomputation is refused."""
+    run = runs.run_config(finished)
     disk = DiskConfig(str(tmp_path / "files"), window=2, parameters=True)
     found = []
     for layers in (4, 8):
@@ -163,10 +163,8 @@ def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
     assert found[0][0] == found[1][0]
     assert 2 * found[0][1] == found[1][1]
     assert not (tmp_path / "files").exists()
-    model = dataclasses.replace(run.model, remat="full")
-    clipped = dataclasses.replace(run, model=model, optim=dataclasses.replace(run.optim, clip_norm=1.0), disk=disk)
-    with pytest.raises(ConfigError, match=r"set optim.clip_norm to None"):
-        compile_step.step_memory_here(clipped)
+    with pytest.raises(ConfigError, match=r"set model.remat to .full"):
+        compile_step.step_memory_here(dataclasses.replace(run, disk=disk))
 
 
 def test_a_place_that_is_given_is_kept(with_places, finished):

@@ -10,6 +10,7 @@ arXiv:2403.06504). So neither all parameters nor all gradients nor all optimizer
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -74,7 +75,7 @@ class LayerStreamStep:
         tiers = [params.tier, files.tier, *([saved.tier] if isinstance(saved, DiskInputs) else [])]
         moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write")}
         layers = list(range(len(params.units)))
-        params.tier.begin([*layers, *reversed(layers)])
+        params.tier.begin([*layers, *[*reversed(layers)] * (1 if programs.norm is None else 2)])
         order = [self._numbers[params.units[n]] for n in reversed(layers) if params.units[n] in self._numbers]
         files.tier.begin(order + [n for n, unit in enumerate(files.units) if not unit.segment])
         running = Dispatched()
@@ -109,31 +110,37 @@ class LayerStreamStep:
         sums, end_grads = found
         del hidden, tallies, found
 
-        # Backward: a layer is updated when all its micro-batches have been through it.
+        # Backward: a layer is updated when all its micro-batches have been through it. The norm that gradients are
+        # clipped by is that of all layers, which a backward pass without updates finds first.
+        norm, squares = None, []
+
+        def measure(number: int, rows: Any, grads: Any) -> None:
+            squares.append(programs.squared[params.units[number].segment](grads))
+            running.add(squares[-1])
+            params.tier.release(number, running.waiting())
+
+        if programs.norm is not None:
+            last = self._backward(micros, total, grads_of, running, measure, final=False)
+            end_grads = self._with_lookups(ends, micros, last, end_grads)
+            norm = programs.norm(squares, end_grads)
         norms: list[Any] = [None] * (len(layers) + 1)
         counters = before
-        saved.begin()
-        for number in reversed(layers):
+
+        def update(number: int, rows: Any, grads: Any) -> None:
+            nonlocal counters
             unit = params.units[number]
-            rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
-            grads = programs.layer_zeros[unit.segment]()
-            for i, micro in enumerate(micros):
-                x, dx = saved.take(number, i), to_device(grads_of[i])
-                grads, dx = programs.backward[unit.segment](rows, x, micro, dx, total, first, grads)
-                running.add(dx)
-                saved.drop(number, i, running.waiting())
-                grads_of[i] = dx if alone else to_host(dx)
             state_unit = self._numbers.get(unit)
             arrays = [] if state_unit is None else files.placed(state_unit, files.tier.take(state_unit))
-            new, arrays, counters, norms[number] = programs.update[unit.segment](rows, grads, before, arrays)
+            new, arrays, counters, norms[number] = programs.update[unit.segment](rows, grads, before, arrays, norm)
             running.add(norms[number])
             params.give(number, new)
             if state_unit is not None:
                 files.give(state_unit, arrays)
-            del rows, grads, x, new, arrays
-        for i, micro in enumerate(micros):
-            end_grads = programs.lookup(ends, micro, to_device(grads_of[i]), end_grads)
-        ends, counters, norms[-1] = self._update_ends(ends, end_grads, before)
+
+        last = self._backward(micros, total, grads_of, running, update, final=True)
+        if norm is None:
+            end_grads = self._with_lookups(ends, micros, last, end_grads)
+        ends, counters, norms[-1] = self._update_ends(ends, end_grads, before, norm)
 
         resident = replace(state, params=(), opt_state=())
         step, extras, metrics = programs.finish(resident, counters, sums, norms)
@@ -142,11 +149,52 @@ class LayerStreamStep:
         whole = {**state.params, **ends}
         return replace(state, params=whole, opt_state=files.with_kept(counters), step=step, extras=extras), metrics
 
-    def _update_ends(self, ends: Any, grads: Any, before: Any) -> tuple[Any, Any, Any]:
+    def _backward(
+        self,
+        micros: Any,
+        total: Any,
+        grads_of: list[jax.Array],
+        running: Dispatched,
+        use: Callable[[int, Any, Any], None],
+        final: bool,
+    ) -> list[jax.Array]:
+        """Backward pass through the layers; the gradients of the first one's inputs, by micro-batch.
+
+        Args:
+            micros, total: of ``split``.
+            grads_of: gradients of the last layer's outputs, by micro-batch.
+            running: programs that run.
+            use: ``(number of a layer, its parameters, its gradients)``; gives its parameters back.
+            final: the saved inputs are not needed again.
+        """
+        programs, params = self._programs, self._of.params
+        grads_of, alone = list(grads_of), len(micros) == 1
+        self.inputs.begin()
+        for number in reversed(range(len(params.units))):
+            unit = params.units[number]
+            rows, first = params.placed(number, params.tier.take(number)), np.int32(self._of.layer_of(unit))
+            grads = programs.layer_zeros[unit.segment]()
+            for i, micro in enumerate(micros):
+                x, dx = self.inputs.take(number, i), to_device(grads_of[i])
+                grads, dx = programs.backward[unit.segment](rows, x, micro, dx, total, first, grads)
+                running.add(dx)
+                self.inputs.drop(number, i, running.waiting(), final)
+                grads_of[i] = dx if alone else to_host(dx)
+            use(number, rows, grads)
+            del rows, grads, x
+        return grads_of
+
+    def _with_lookups(self, ends: Any, micros: Any, grads_of: list[jax.Array], grads: Any) -> Any:
+        """Gradients of the ends with those of the embedding's lookups."""
+        for micro, dx in zip(micros, grads_of, strict=True):
+            grads = self._programs.lookup(ends, micro, to_device(dx), grads)
+        return grads
+
+    def _update_ends(self, ends: Any, grads: Any, before: Any, norm: Any) -> tuple[Any, Any, Any]:
         files = self._files
         number = next((n for n, unit in enumerate(files.units) if not unit.segment), None)
         arrays = [] if number is None else files.placed(number, files.tier.take(number))
-        ends, arrays, counters, norms = self._programs.ends(ends, grads, before, arrays)
+        ends, arrays, counters, norms = self._programs.ends(ends, grads, before, arrays, norm)
         if number is not None:
             files.give(number, arrays)
         return ends, counters, norms

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 PARAMETERS_ON_DISK: tuple[tuple[str, str, str], ...] = (
     (
-        "gradient clipping",
-        "a layer is updated before the gradients of the others are there, so their global norm is not known",
-        'set optim.clip_norm to None, or disk.parameters to false; spikes.action = "rollback" reacts to spikes',
-    ),
-    (
         "partial recomputation",
         "the input of each layer is saved alone, and the layer is computed again",
         'set model.remat to "full"',

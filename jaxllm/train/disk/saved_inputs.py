@@ -35,19 +35,20 @@ class SavedInputs(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Begins the backward pass: all inputs are saved."""
+        """Begins a backward pass: all inputs are saved."""
 
     @abstractmethod
     def take(self, layer: int, micro: int) -> jax.Array:
         """Input of a layer on the device. The caller calls ``drop`` after it has dispatched what reads it."""
 
     @abstractmethod
-    def drop(self, layer: int, micro: int, wait: Any) -> None:
-        """Forgets an input.
+    def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
+        """Gives an input back.
 
         Args:
             layer, micro: of the input.
             wait: function that returns when nothing reads it any more.
+            final: it is not taken again.
         """
 
 
@@ -66,10 +67,12 @@ class HostInputs(SavedInputs):
 
     def take(self, layer: int, micro: int) -> jax.Array:
         """See ``SavedInputs``."""
-        return to_device(self._inputs.pop((layer, micro)))
+        return to_device(self._inputs[layer, micro])
 
-    def drop(self, layer: int, micro: int, wait: Any) -> None:
+    def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
         """See ``SavedInputs``."""
+        if final:
+            del self._inputs[layer, micro]
 
 
 class DiskInputs(SavedInputs):
@@ -124,7 +127,7 @@ class DiskInputs(SavedInputs):
         unit = self._unit(layer, micro)
         return self._shards.placed(self.layouts[unit], self.tier.take(unit))
 
-    def drop(self, layer: int, micro: int, wait: Any) -> None:
+    def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
         """See ``SavedInputs``."""
         self.tier.release(self._unit(layer, micro), wait)
 

@@ -27,7 +27,9 @@ class StepTraffic(NamedTuple):
         return f"each step reads {self.read / 2**30:.3f} GiB and writes {self.written / 2**30:.3f} GiB"
 
 
-def step_traffic(params: StateFiles, files: StateFiles, inputs: Sequence[int] = ()) -> StepTraffic:
+def step_traffic(
+    params: StateFiles, files: StateFiles, inputs: Sequence[int] = (), clipped: bool = False
+) -> StepTraffic:
     """Bytes read and written in a step, however many micro-batches it has.
 
     Each layer is asked for twice, forward and backward, and its optimizer state once; what the window still has is not
@@ -37,6 +39,7 @@ def step_traffic(params: StateFiles, files: StateFiles, inputs: Sequence[int] = 
     Args:
         params, files: of parameters and optimizer state.
         inputs: bytes of each input of a layer that is saved in a file, in the order of the forward pass.
+        clipped: gradients are clipped, and the backward pass is made twice.
     """
     sizes, window = [params.layout(n).size for n in range(len(params.units))], params.window
     layers = [files.layout(n).size for n, unit in enumerate(files.units) if unit.segment]
@@ -45,6 +48,8 @@ def step_traffic(params: StateFiles, files: StateFiles, inputs: Sequence[int] = 
     states = sum(layers) - sum(layers[max(0, len(layers) - window) : kept])
     read = sum(sizes[window:]) + sum(sizes[: max(0, len(sizes) - window)]) + states + sum(ends)
     read += sum(inputs[: max(0, len(inputs) - window)])
+    if clipped:  # from the first layers, which the window has after a backward pass, to the last ones again
+        read += sum(sum(one) - sum(one[max(0, len(one) - window) : window]) for one in (sizes, inputs))
     return StepTraffic(read, sum(sizes) + sum(layers) + sum(ends) + sum(inputs))
 
 

@@ -7,6 +7,7 @@
     backward    one layer again from its input, and its gradients, of a micro-batch
     update      one layer, from its gradients over all micro-batches
     lookup      gradient of the embedding, of a micro-batch
+    squared     squared norm of one layer's gradients, and ``norm`` that of all, where gradients are clipped
     ends        update of what is outside of layers
     finish      links and metrics
 
@@ -30,7 +31,7 @@ from jaxtyping import Array, Float
 import sharding
 from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
-from jaxllm.train.disk.disk_step import Make, part_of, unit_update
+from jaxllm.train.disk.disk_step import Make, clipped_by, part_of, unit_update
 from jaxllm.train.disk.state_files import StateFiles, StateUnit
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches, zeros_like_abstract
 from jaxllm.train.step.objective import HeadObjective
@@ -191,6 +192,7 @@ class StreamedPrograms:
     Attributes:
         head_zeros, layer_zeros: sums and gradients before the first of several micro-batches.
         hidden: input of a layer, abstract.
+        squared, norm: None without gradient clipping.
     """
 
     split: Any
@@ -205,11 +207,14 @@ class StreamedPrograms:
     head_zeros: Any
     layer_zeros: dict[str, Any]
     hidden: Any
+    squared: dict[str, Any]
+    norm: Any
 
 
 def compiled_streamed_programs(
     of: StreamedModel,
     make: Make,
+    clip_norm: float | None,
     rate: optax.Schedule,
     links: Sequence[StepLink],
     reports: Sequence[Report],
@@ -222,6 +227,7 @@ def compiled_streamed_programs(
     Args:
         of: model and state.
         make: logical axes of a part of the parameters -> its optimizer, without gradient clipping.
+        clip_norm: global norm that gradients are clipped to; None: any.
         rate: learning-rate schedule, for the metrics.
         links: techniques that need neither parameters, gradients nor updates.
         reports: further metrics, of the same kind.
@@ -252,9 +258,11 @@ def compiled_streamed_programs(
         """Update of a unit; its arrays are those of files, but the ends' parameters, which are a tree."""
         rule = unit_update(make(part_of(axes, segment)), state.opt_state, segment)
 
-        def update(own: Any, grads: Any, counters: Any, arrays: Any) -> Any:
-            tree = of.tree_of(segment, own) if segment else own
-            new, arrays, counters, changes = rule(tree, grads, counters, arrays)
+        def update(own: Any, grads: Any, counters: Any, arrays: Any, norm: Any) -> Any:
+            tree, clipped = of.tree_of(segment, own) if segment else own, grads
+            if clip_norm is not None:
+                clipped = jax.tree.map(lambda g, most=clip_norm: clipped_by(norm, most, g), grads)
+            new, arrays, counters, changes = rule(tree, clipped, counters, arrays)
             norms = jnp.stack([_squared(grads), *(optax.tree.norm(x, squared=True) for x in (changes, new))])
             return jax.tree.leaves(new) if segment else new, arrays, counters, norms
 
@@ -262,18 +270,19 @@ def compiled_streamed_programs(
         shardings = outs, [one.sharding for one in rows], [everywhere] * len(counters), everywhere
         # Parameters of layers may be views of the tier's buffers, which are not donated: the gradients become them.
         donate = 1 if segment else 0
-        return ready(update, params, grads, counters, rows, donate=donate, outs=shardings)
+        return ready(update, params, grads, counters, rows, whole_norm, donate=donate, outs=shardings)
 
     split, (micros, total) = ready(of.split, batch)
     micro = micros[0]
     embed, (x, tally) = ready(of.embed, ends, micro)
     several = of.accumulate > 1
+    whole_norm = None if clip_norm is None else jax.ShapeDtypeStruct((), of.dtype, sharding=everywhere)
 
     head, (sums_grads, dx) = ready(of.head, ends, x, tally, micro, total, None)
     head_zeros = zeros(sums_grads)
     if several:
         head, _ = ready(of.head, ends, x, tally, micro, total, sums_grads, donate=5)
-    forward, backward, update, layer_zeros, norms = {}, {}, {}, {}, []
+    forward, backward, update, layer_zeros, squared, norms, squares = {}, {}, {}, {}, {}, [], []
     for s in of.segments:
         rows = of.params.abstract_rows(s)
 
@@ -290,10 +299,19 @@ def compiled_streamed_programs(
         if several:
             backward[s], _ = ready(back, *given, grads, donate=6)
         update[s], out = updating(s, rows, grads, [one.sharding for one in rows])
-        norms += [out[3]] * sum(unit.segment == s for unit in of.params.units)
+        count = sum(unit.segment == s for unit in of.params.units)
+        norms += [out[3]] * count
+        if clip_norm is not None:
+            squared[s], square = ready(_squared, grads, outs=everywhere)
+            squares += [square] * count
     lookup, _ = ready(of.lookup, ends, micro, dx, sums_grads[1], donate=3)
     last, out = updating("", ends, sums_grads[1], shardings_of(ends))
     norms.append(out[3])
+
+    def whole(squares: Any, ends: Any) -> Array:
+        return jnp.sqrt(jnp.sum(jnp.stack([*squares, _squared(ends)]))).astype(of.dtype)
+
+    norm = None if clip_norm is None else ready(whole, squares, sums_grads[1], outs=everywhere)[0]
 
     def finish(state: TrainState, counters: Any, sums: Any, norms: Any) -> Any:
         def inner(state: TrainState, batch: Any) -> StepResult:
@@ -309,7 +327,20 @@ def compiled_streamed_programs(
     outs = (state.step.sharding, shardings_of(state.extras), None)
     finishing, _ = ready(finish, resident, counters, sums_grads[0], norms, outs=outs)
     return StreamedPrograms(
-        split, embed, forward, head, backward, update, lookup, last, finishing, head_zeros, layer_zeros, x
+        split,
+        embed,
+        forward,
+        head,
+        backward,
+        update,
+        lookup,
+        last,
+        finishing,
+        head_zeros,
+        layer_zeros,
+        x,
+        squared,
+        norm,
     )
 
 

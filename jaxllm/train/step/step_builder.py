@@ -154,7 +154,7 @@ def build_streamed_step(
     """Compiled programs of a step with parameters and optimizer state in files; the run's mesh is set.
 
     Args:
-        config: the run, without gradient clipping.
+        config: the run.
         of: from ``streamed_model``.
         files: of the optimizer state.
         batch: abstract.
@@ -162,7 +162,8 @@ def build_streamed_step(
     """
     make, rate = layer_optimizer(config.optim, config.steps), schedule(config.optim.schedule, config.steps)
     reports = _reports(of.model, layers=False)
-    return compiled_streamed_programs(of, make, rate, step_links(config), reports, files, batch, options)
+    links, clip_norm = step_links(config), config.optim.clip_norm
+    return compiled_streamed_programs(of, make, clip_norm, rate, links, reports, files, batch, options)
 
 
 def streamed_inputs(

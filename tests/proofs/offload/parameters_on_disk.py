@@ -31,15 +31,16 @@ from tests.proofs.offload.optimizer_on_disk import hashes
 from tests.proofs.parallelism import processes
 from tests.train.runs import losses, run_config
 
-STREAMED = ("--disk.parameters", "--optim.clip-norm", "None", "--model.remat", "full")
+STREAMED = ("--disk.parameters", "--model.remat", "full")
 """Settings of a streamed run beside ``--disk``."""
 MEMORY = Path("/dev/shm")
 """A file system in the host's memory."""
 
 
 def run(folder: Path, layers: int, disk: DiskConfig, kind: str = "adamw", experts: bool = False, **fields: Any) -> Any:
-    """A run without gradient clipping whose layers are recomputed from their inputs."""
-    made = run_config(folder, **({"steps": 12, "every": 12, "mesh": "fsdp=4,context=2"} | fields))
+    """A run whose layers are recomputed from their inputs, without gradient clipping unless ``fields`` have it."""
+    common = {"steps": 12, "every": 12, "mesh": "fsdp=4,context=2", "clip_norm": None}
+    made = run_config(folder, **(common | fields))
     block = made.model.pattern[0]
     dtype = "float64" if jax.config.jax_enable_x64 else "float32"  # pyright: ignore[reportAttributeAccessIssue]
     pattern = (dataclasses.replace(block, mlp=MoeConfig(4, 2, 16)),) if experts else (block,)
@@ -49,19 +50,20 @@ def run(folder: Path, layers: int, disk: DiskConfig, kind: str = "adamw", expert
             made.model, layers=layers, pattern=pattern, remat="full", dtype=dtype, param_dtype=dtype
         ),
         routing=RoutingConfig(balance_loss=0.1, z_loss=0.01) if experts else RoutingConfig(),
-        optim=OptimConfig(made.optim.schedule, kind=kind, clip_norm=None),
+        optim=OptimConfig(made.optim.schedule, kind=kind, clip_norm=made.optim.clip_norm),
         disk=disk,
     )
 
 
 @proof("offload", count=24, sample=1, float64=True, bound={"curve": 1e-10, "parameters": 1e-10, "heldout": 1e-10})
 def streamed_layers_are_resident(seed: int) -> dict[str, float]:
-    """Drawn layers, windows, micro-batches, optimizers, meshes, with and without experts and their losses: losses,
-    gradient norms, parameters and held-out loss of twelve steps with everything in memory. Not to the bit: the program
+    """Drawn layers, windows, micro-batches, optimizers, meshes, with and without experts and their losses, and with and
+    without gradient clipping: losses, gradient norms, parameters and held-out loss of twelve steps with everything in memory. Not to the bit: the program
     of one layer adds in another order than that of all layers."""
     rng = random.Random(seed)
     layers, window, experts = rng.randint(1, 7), rng.randint(2, 5), seed % 3 == 0
-    fields: dict[str, Any] = {"kind": rng.choice(["adamw", "adafactor", "sgd"]), "accumulate": rng.choice([1, 2])}
+    fields: dict[str, Any] = {"clip_norm": rng.choice([None, 0.5])}
+    fields |= {"kind": rng.choice(["adamw", "adafactor", "sgd"]), "accumulate": rng.choice([1, 2])}
     fields["mesh"] = rng.choice(["fsdp=4,context=2", "fsdp=2,tensor=2,data=2", "tensor=2,fsdp=4"])
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -82,10 +84,11 @@ def streamed_layers_are_resident(seed: int) -> dict[str, float]:
 
 
 @functools.cache
-def streamed(layers: int) -> tuple[dict[str, str], list[Any]]:
+def streamed(layers: int, clip_norm: float | None) -> tuple[dict[str, str], list[Any]]:
     """Leaves and losses of a streamed run with a window of two layers."""
     with tempfile.TemporaryDirectory() as folder:
-        done = train(run(Path(folder), layers, DiskConfig(str(Path(folder) / "files"), window=2, parameters=True)))
+        disk = DiskConfig(str(Path(folder) / "files"), window=2, parameters=True)
+        done = train(run(Path(folder), layers, disk, clip_norm=clip_norm))
         return hashes(done.directory), losses(done.directory)
 
 
@@ -101,8 +104,9 @@ def windows_change_no_bit(seed: int) -> None:
     ):
         disk = DiskConfig(files, window=window, parameters=True, activations=rng.random() < 0.5)
         saving = rng.choice(["lazy", "eager", "blocking"])
-        done = train(run(Path(folder), layers, disk, every=rng.randint(1, 12), saving=saving))
-        assert (hashes(done.directory), losses(done.directory)) == streamed(layers)
+        every, clip_norm = rng.randint(1, 12), rng.choice([None, 0.5])
+        done = train(run(Path(folder), layers, disk, every=every, saving=saving, clip_norm=clip_norm))
+        assert (hashes(done.directory), losses(done.directory)) == streamed(layers, clip_norm)
 
 
 def start(out: Path, log: Path) -> Any:
@@ -166,7 +170,6 @@ def processes_with_parameters_on_disk(mesh: str) -> dict[str, float]:
             out=str(other),
             data=dataclasses.replace(plain.data, source=str(processes.write_text(other)), cache_dir=str(other)),
             model=dataclasses.replace(plain.model, remat="full"),
-            optim=dataclasses.replace(plain.optim, clip_norm=None),
         )
         train(plain)
         (curve, params), (want_curve, want) = processes.outcome(here), processes.outcome(other)
@@ -180,6 +183,7 @@ def traffic_is_the_formula(seed: int) -> None:
     are those of the formula, and micro-batch-major order reads as many times more as there are micro-batches."""
     rng = random.Random(seed)
     window, ends, moments = rng.randint(2, 6), rng.random() < 0.8, rng.randint(0, 2)
+    clipped = rng.random() < 0.5
     segments = {str(s): rng.randint(1, 7) for s in range(rng.randint(1, 3))}
     place = SingleDeviceSharding(jax.devices()[0])
 
@@ -200,14 +204,14 @@ def traffic_is_the_formula(seed: int) -> None:
                     file.write_part(part, np.zeros(size, np.uint8))
         numbers = {unit: n for n, unit in enumerate(files.units)}
         order = list(range(len(own.units)))
-        traffic = step_traffic(own, files)
+        traffic = step_traffic(own, files, clipped=clipped)
         for _ in range(3):
             before = own.tier.moved + files.tier.moved
-            own.tier.begin([*order, *reversed(order)])
+            own.tier.begin([*order, *[*reversed(order)] * (2 if clipped else 1)])
             back = [numbers[own.units[n]] for n in reversed(order) if own.units[n] in numbers]
             rest = [n for n, unit in enumerate(files.units) if not unit.segment]
             files.tier.begin(back + rest)
-            for unit in order:
+            for unit in [*order, *[*reversed(order)] * clipped]:
                 own.tier.take(unit)
                 own.tier.release(unit, lambda: None)
             for unit in reversed(order):
