@@ -4,7 +4,8 @@ Forward, each layer is read ahead of its use, and its input is saved (``saved_in
 computed again from its input, and is updated and written as soon as its gradients are there (Fuyou,
 arXiv:2403.06504). So neither all parameters nor all gradients nor all optimizer state of layers are ever on the device
 (ZeRO-Infinity, arXiv:2104.07857). A layer is read once for all micro-batches in each direction: layer-major order
-(Harmony, arXiv:2202.01306). What is outside of layers stays on the device: embedding, output matrix, final norm.
+(Harmony, arXiv:2202.01306). Gradients are clipped by a norm that a backward pass without updates has found before, as
+LOMO's paper proposes (arXiv:2306.09782). What is outside of layers stays on the device: embedding, output matrix, final norm.
 """
 
 from __future__ import annotations

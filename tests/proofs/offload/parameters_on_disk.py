@@ -58,8 +58,8 @@ def run(folder: Path, layers: int, disk: DiskConfig, kind: str = "adamw", expert
 @proof("offload", count=24, sample=1, float64=True, bound={"curve": 1e-10, "parameters": 1e-10, "heldout": 1e-10})
 def streamed_layers_are_resident(seed: int) -> dict[str, float]:
     """Drawn layers, windows, micro-batches, optimizers, meshes, with and without experts and their losses, and with and
-    without gradient clipping: losses, gradient norms, parameters and held-out loss of twelve steps with everything in memory. Not to the bit: the program
-    of one layer adds in another order than that of all layers."""
+    without gradient clipping: losses, gradient norms, parameters and held-out loss of twelve steps with everything in
+    memory. Not to the bit: the program of one layer adds in another order than that of all layers."""
     rng = random.Random(seed)
     layers, window, experts = rng.randint(1, 7), rng.randint(2, 5), seed % 3 == 0
     fields: dict[str, Any] = {"clip_norm": rng.choice([None, 0.5])}
