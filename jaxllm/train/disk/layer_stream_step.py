@@ -5,7 +5,8 @@ computed again from its input, and is updated and written as soon as its gradien
 arXiv:2403.06504). So neither all parameters nor all gradients nor all optimizer state of layers are ever on the device
 (ZeRO-Infinity, arXiv:2104.07857). A layer is read once for all micro-batches in each direction: layer-major order
 (Harmony, arXiv:2202.01306). Gradients are clipped by a norm that a backward pass without updates has found before, as
-LOMO's paper proposes (arXiv:2306.09782). What is outside of layers stays on the device: embedding, output matrix, final norm.
+LOMO's paper proposes (arXiv:2306.09782). What is outside of layers stays on the device: embedding, output matrix, final
+norm.
 """
 
 from __future__ import annotations

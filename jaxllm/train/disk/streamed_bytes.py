@@ -39,7 +39,8 @@ def step_traffic(
     Args:
         params, files: of parameters and optimizer state.
         inputs: bytes of each input of a layer that is saved in a file, in the order of the forward pass.
-        clipped: gradients are clipped, and the backward pass is made twice.
+        clipped: gradients are clipped, and the backward pass is made twice. With fewer than twice as many layers as the
+            window has, the bytes read are an upper bound.
     """
     sizes, window = [params.layout(n).size for n in range(len(params.units))], params.window
     layers = [files.layout(n).size for n, unit in enumerate(files.units) if unit.segment]

@@ -180,7 +180,8 @@ def processes_with_parameters_on_disk(mesh: str) -> dict[str, float]:
 @proof("offload", count=300, sample=10)
 def traffic_is_the_formula(seed: int) -> None:
     """Tiers of drawn models and windows in the order of a streamed step: bytes read and written by the tiers' counts
-    are those of the formula, and micro-batch-major order reads as many times more as there are micro-batches."""
+    are those of the formula (at most, where gradients are clipped and the window is more than half of the layers), and
+    micro-batch-major order reads as many times more as there are micro-batches."""
     rng = random.Random(seed)
     window, ends, moments = rng.randint(2, 6), rng.random() < 0.8, rng.randint(0, 2)
     clipped = rng.random() < 0.5
@@ -224,7 +225,11 @@ def traffic_is_the_formula(seed: int) -> None:
                 files.tier.take(number)
                 files.tier.give(number, lambda buffer: None, keep=False)
             moved = own.tier.moved + files.tier.moved - before
-        assert (moved["read"], moved["write"]) == traffic
+        assert moved["write"] == traffic.written
+        if clipped and len(order) < 2 * window:
+            assert 0.5 * traffic.read <= moved["read"] <= traffic.read
+        else:
+            assert moved["read"] == traffic.read
         count, sizes = rng.randint(2, 5), [own.layout(n).size for n in order]
         for _ in range(2):
             before = own.tier.moved["read"]
