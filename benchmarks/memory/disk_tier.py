@@ -1,12 +1,14 @@
 """Full fine-tuning of SmolLM2-135M, its optimizer state in memory and on disk: resident bytes, seconds of a step.
 
     python -m benchmarks.memory.disk_tier [--directory DIR] [--rows 8] [--length 512] [--steps 3] [--remat elementwise]
+    python -m benchmarks.memory.disk_tier --parameters [--accumulate 4]
 
 Each way runs in a process of its own on one CPU device: the recipe sft_smollm2 with all activations saved and the state
 in memory, then with ``--remat`` and the state in files of ``--directory``. Resident bytes are the peak since before the
 parameters are loaded, less what the process had then (Python, JAX and the compiled program); a step is the median of
 those after the first. Where other programs run, the processors' time says more than the clock. The target is at most
-half of the bytes in at most 1.3 times the time.
+half of the bytes in at most 1.3 times the time. ``--parameters`` puts the parameters of layers into the files too, and
+leaves gradient clipping out of both ways.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ def kib(field: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0])
 
 
-def measured(rows: int, length: int, steps: int, remat: str, directory: str) -> dict[str, Any]:
+def measured(
+    rows: int, length: int, steps: int, accumulate: int, parameters: bool, remat: str, directory: str
+) -> dict[str, Any]:
     """Peak bytes, and seconds per step by the clock and of processors, of one way, in this process.
 
     Args:
         rows, length: of a batch.
         steps: at least 2.
+        accumulate: micro-batches of a step.
+        parameters: without gradient clipping, as parameters on disk need; those of layers are in ``directory``.
         remat: of the model.
         directory: of the disk tier; empty: the optimizer state is in memory.
     """
@@ -52,8 +58,9 @@ def measured(rows: int, length: int, steps: int, remat: str, directory: str) -> 
                 recipe,
                 model=replace(recipe.model, remat=remat),
                 data=replace(recipe.data, seq_len=length, batch_size=rows),
-                accumulate=1,
-                disk=DiskConfig(directory),
+                accumulate=accumulate,
+                optim=replace(recipe.optim, clip_norm=None) if parameters else recipe.optim,
+                disk=DiskConfig(directory, parameters=parameters and bool(directory)),
                 out=out,
             ),
             devices=jax.devices()[:1],
@@ -68,8 +75,9 @@ def measured(rows: int, length: int, steps: int, remat: str, directory: str) -> 
                 began, used = time.monotonic(), time.process_time()
                 state, metrics = step(state, batch)
                 losses.append(float(metrics["loss"]))
-                if run.state_files is not None:
-                    run.state_files.tier.flush()
+                for files in (run.state_files, run.param_files):
+                    if files is not None:
+                        files.tier.flush()
                 jax.block_until_ready(state.params)
                 seconds.append(time.monotonic() - began)
                 busy.append(time.process_time() - used)
@@ -91,21 +99,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--remat", default="elementwise", help="with the state on disk")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--parameters", action="store_true", help="parameters on disk too; --remat is full")
     parser.add_argument("--one", nargs=2, metavar=("REMAT", "DIRECTORY"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    sizes = args.rows, args.length, args.steps
+    sizes = args.rows, args.length, args.steps, args.accumulate
     if args.one:
-        print(json.dumps(measured(*sizes, *args.one)))
+        print(json.dumps(measured(*sizes, args.parameters, *args.one)))
         return
     found = []
-    for remat, directory in (("none", ""), (args.remat, args.directory)):
-        words = [f"--{name}={value}" for name, value in zip(("rows", "length", "steps"), sizes, strict=True)]
+    for remat, directory in (("none", ""), ("full" if args.parameters else args.remat, args.directory)):
+        names = "rows", "length", "steps", "accumulate"
+        words = [f"--{name}={value}" for name, value in zip(names, sizes, strict=True)]
+        words += ["--parameters"] * args.parameters
         command = [sys.executable, "-m", "benchmarks.memory.disk_tier", *words, "--one", remat, directory]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found.append(json.loads(result.stdout.splitlines()[-1]))
         where = f"in files of {directory}" if directory else "in memory"
+        what = "parameters and optimizer state" if args.parameters else "optimizer state"
         print(
-            f"optimizer state {where}, model.remat {remat}: {found[-1]['bytes'] / 2**30:.2f} GiB, "
+            f"{what} {where}, model.remat {remat}: {found[-1]['bytes'] / 2**30:.2f} GiB, "
             f"{found[-1]['seconds']:.1f} s per step ({found[-1]['processor']:.1f} s of processors), "
             f"losses {', '.join(f'{x:.4f}' for x in found[-1]['losses'])}",
             flush=True,

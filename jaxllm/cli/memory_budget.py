@@ -1,7 +1,7 @@
 """Memory budgets of a run, ``--within 14GiB --host 64GiB --disk DIR:200GiB`` or ``--fit``.
 
 The remat whose step takes no more is chosen, with the optimizer state on the device; where none fits, with the state in
-the host's memory, then on disk. Each place is slower than the one before.
+the host's memory, then on disk, then with the parameters of layers there too. Each place is slower than the one before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MemoryBudget(NamedTuple):
     Attributes:
         device: bytes of a device; None: of the devices that are here, what they have.
         host: bytes of the host's memory for each device, for activations and optimizer state; None: none.
-        disk: directory and bytes of it for optimizer state; None: none.
+        disk: directory and bytes of it for optimizer state and parameters; None: none.
     """
 
     device: int | None
@@ -87,6 +87,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     """
     import jax
 
+    from jaxllm.config import ConfigError
     from jaxllm.models.remat import RematError
     from jaxllm.train.compile_step import state_bytes_here
 
@@ -103,7 +104,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         raise UsageError(
             "--disk: the run says where its optimizer state is (host.optimizer, disk.directory); leave one out."
         )
-    problem: RematError | None = None
+    problem: Exception | None = None
     for run in _places(config, budget):
         state = state_bytes_here(run)
         print(_by_tier(state), flush=True)
@@ -112,15 +113,18 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
             print(f"  more than the {(budget.host or 0) / 2**30:.3f} GiB of --host\n", flush=True)
             continue
         try:
+            if run.disk.parameters:
+                return _streamed_within(run, MemoryBudget(limit, host))
             return within_budget(run, MemoryBudget(limit, host), _measure_of(run), cluster)
-        except RematError as error:
+        except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
             problem = error
     raise UsageError(str(problem)) from problem
 
 
 def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
-    """The run with its optimizer state on the device, in the host's memory, and on disk, as far as the budget has them.
+    """The run with its optimizer state on the device, in the host's memory, and on disk, with its parameters there as
+    well, and last with the inputs of layers too, as far as the budget has them.
 
     A state that the host or the disk has is copied there and back in each step, so it leaves the device only where no
     remat fits beside it.
@@ -134,7 +138,30 @@ def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
         directory, size = budget.disk
         disk = dataclasses.replace(config.disk, directory=directory, bytes=size)
         places.append(dataclasses.replace(config, disk=disk))
+        for activations in (False, True):
+            streamed = dataclasses.replace(disk, parameters=True, activations=activations)
+            places.append(with_remat(dataclasses.replace(config, disk=streamed), "full"))
     return places
+
+
+def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
+    """The run with its parameters on disk, if its step fits; prints what it takes.
+
+    Raises:
+        RematError: it does not fit.
+        ConfigError: the run's settings do not go with parameters on disk.
+    """
+    from jaxllm.models.remat import RematError
+    from jaxllm.train.compile_step import step_memory_here
+
+    device, host = step_memory_here(config)
+    inputs = f"inputs of layers {'on disk' if config.disk.activations else 'in the host memory'}"
+    said = f"{device / 2**30:.3f} GiB on the device, {host / 2**30:.3f} of the host for {inputs}"
+    print(f"layers streamed from disk: {said}", flush=True)
+    for name, found, most in (("--within", device, budget.device), ("--host", host, budget.host)):
+        if most is not None and found > most:
+            raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
+    return config
 
 
 def _by_tier(state: StateBytes) -> str:

@@ -29,7 +29,7 @@ from jaxllm.hub.packed_weights import PackedOrPlain, packed_leaf_paths, place_pa
 from jaxllm.hub.quantised_checkpoints import dequantise_tensors, without_quantisation
 from jaxllm.hub.safetensors import LazyTensor, Progress
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart, WeightTable, hf_layout
-from jaxllm.models import DecoderConfig, PackedWeight, functional
+from jaxllm.models import DecoderConfig, functional
 from jaxllm.models.packed_weight import has_packed
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -42,6 +42,10 @@ EXPERT_LEAVES = 3
 
 Tensors = Mapping[str, Any]
 """Tensors by name: arrays, or lazy ones with ``shape``, ``[slices]`` and ``__array__``."""
+
+
+Put = Callable[[str, Any], Any]
+"""``(path, parameter) -> what takes its place``."""
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,13 @@ def load_tensors(
     dtype: str = "float32",
     weights: PackedOrPlain = "plain",
     progress: Progress | None = None,
+    put: Put | None = None,
 ) -> HubModel:
     """Loads a model from a ``config.json`` and its tensors; see ``load_hf``.
 
     Args:
+        put: called with the path and the value of every parameter as it is loaded; its result takes the place of the
+            value. None: values stay where they are.
         weights: "packed": quantised experts stay as they are stored (``jaxllm.models.PackedWeight``), to be served;
             an export wants them plain.
 
@@ -125,11 +132,12 @@ def load_tensors(
     found, carried = match_tensors(family(source).table, config, leaves, tensors)
     sources = sources_by_leaf(found, tensors)
     kept = packed_leaf_paths(sources) if weights == "packed" else set()
-    loaded: dict[str, jax.Array | PackedWeight] = {}
+    loaded: dict[str, Any] = {}
     for done, (path, leaf) in enumerate(leaves.items()):
         if progress is not None:
             progress(path, done, len(leaves))
-        loaded[path] = (place_packed if path in kept else place_leaf)(leaf, sources[path], path)
+        value = (place_packed if path in kept else place_leaf)(leaf, sources[path], path)
+        loaded[path] = value if put is None else put(path, value)
         release(tensors.values())
     params = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[path] for path in leaves])
     return HubModel(config, params, source, carried)

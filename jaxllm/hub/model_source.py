@@ -19,7 +19,7 @@ from jaxllm.hub.families.families import decoder_config
 from jaxllm.hub.gguf.gguf_config import hf_config
 from jaxllm.hub.gguf.gguf_file import Gguf, open_gguf
 from jaxllm.hub.gguf.gguf_model import find_smollm2, hf_tensors
-from jaxllm.hub.huggingface import HubModel, Progress, Tensors, load_tensors, read_model
+from jaxllm.hub.huggingface import HubModel, Progress, Put, Tensors, load_tensors, read_model
 from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.hub.sampling_defaults import SMOLLM2, SamplingDefaults, sampling_defaults_of, sampling_defaults_of_gguf
 from jaxllm.models import DecoderConfig
@@ -109,6 +109,7 @@ class ModelSource:
         dtype: str = "float32",
         weights: PackedOrPlain = "plain",
         progress: Progress | None = None,
+        put: Put | None = None,
     ) -> HubModel:
         """Loads its parameters; see ``load_tensors``.
 
@@ -116,7 +117,9 @@ class ModelSource:
             HubError: names the problem and the file.
         """
         try:
-            return load_tensors(self.source, self.tensors, mesh=mesh, dtype=dtype, weights=weights, progress=progress)
+            return load_tensors(
+                self.source, self.tensors, mesh=mesh, dtype=dtype, weights=weights, progress=progress, put=put
+            )
         except HubError as error:
             raise HubError(f"{self.path}: {error}") from error
 

@@ -106,10 +106,17 @@ class Functional:
     training_context: Callable[..., Any] = Segments
     text_context: Callable[..., Any] = Segments
 
-    def init(self, key: PRNGKeyArray, shardings: Params | None = None) -> Params:
+    def init(
+        self, key: PRNGKeyArray, shardings: Params | None = None, put: Callable[[Array, Any], Any] | None = None
+    ) -> Params:
         """Randomly initialised parameters, created sharded when ``shardings`` (a tree of NamedSharding) is given.
 
         The RNG key of a weight is folded from its path, so its value depends on the seed and its name alone.
+
+        Args:
+            key: of all weights.
+            shardings: of the weights; with ``put``, leaves that have a sharding.
+            put: ``(weight, its leaf of shardings) -> what takes its place in the tree``, called weight by weight.
         """
 
         def draw_leaf(path: tuple, leaf: DeclaredParam, out: NamedSharding | None = None) -> Array:
@@ -119,6 +126,9 @@ class Functional:
         declared = self.declared()
         if shardings is None:
             return jax.tree.map_with_path(draw_leaf, declared)
+        if put is not None:
+            place = lambda path, leaf, to: put(draw_leaf(path, leaf, to.sharding), to)  # noqa: E731
+            return jax.tree.map_with_path(place, declared, shardings)
         return jax.tree.map_with_path(draw_leaf, declared, shardings)
 
     def abstract(self) -> Params:

@@ -47,6 +47,8 @@ CHARTS: tuple[tuple[str, str, Series, dict[str, Any]], ...] = (
     ("step time", "s", metric_series("step_seconds"), {"zero": True}),
     ("waiting for data", "s a step", metric_series("data_wait"), {"zero": True}),
     ("memory", "GiB on the fullest device", metric_series("memory_bytes", 2**-30), {"zero": True}),
+    ("disk reads", "GiB of streamed layers in a step", metric_series("disk_read_bytes", 2**-30), {"zero": True}),
+    ("disk writes", "GiB of streamed layers in a step", metric_series("disk_written_bytes", 2**-30), {"zero": True}),
     # Post-training
     ("accuracy", "share of pairs in the right order", metric_series("accuracy"), {"zero": True}),
     ("margin", "difference of the implicit rewards", metric_series("margin"), {}),
@@ -169,6 +171,8 @@ def figures(run: RunRecord) -> dict[str, str]:
         ("tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
         ("MFU", "mfu", lambda v: f"{100 * v:.1f}%"),
         ("memory", "memory_bytes", lambda v: f"{v / 2**30:.2f} GiB"),
+        ("disk reads a step", "disk_read_bytes", lambda v: f"{v / 2**30:.3f} GiB"),
+        ("disk writes a step", "disk_written_bytes", lambda v: f"{v / 2**30:.3f} GiB"),
     ):
         value = run.typical(key)
         if value is not None:

@@ -14,6 +14,7 @@ from jaxllm.config import ConfigError
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.refusals import PARAMETERS_ON_DISK
 from jaxllm.train.outer.refusals import LOW_COMMUNICATION
 from jaxllm.train.run_features import (
     CO_SERVED,
@@ -349,6 +350,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "the updates of single layers are not kept for the log",
         "set observe.layers_every to 0",
     ),
+    *(Refusal("parameters on disk", *row) for row in PARAMETERS_ON_DISK),
+    *(
+        Refusal(other, "ladder residual", why, 'set model.residual to "plain"')
+        for other, why in (
+            ("pipeline", "what a sublayer has not read yet would have to travel between stages"),
+            ("layerwise optimizer", "layers are run one by one"),
+            ("optimizer without backward pass", "layers are run one by one"),
+            ("parameters on disk", "layers are run one by one"),
+            (CO_SERVED, "layers are run one by one"),
+        )
+    ),
     Refusal(
         "updates on the host",
         "narrow moments",
@@ -410,6 +422,7 @@ REFUSALS: tuple[Refusal, ...] = (
                 "set routing.balance_loss and routing.z_loss to 0; routing.bias_rate balances by the whole batch",
             ),
             ("virtual tokens", "they are at the start of each row", "choose another adapter, such as lora"),
+            ("parameters on disk", "its programs are of rows in one layout", "leave out disk.parameters"),
             (
                 TOGETHER,
                 "the micro-steps of a joint step would be those of one run",

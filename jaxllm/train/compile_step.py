@@ -18,13 +18,22 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import compiled_programs, lowered_programs
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
+from jaxllm.train.disk.streamed_bytes import device_peak
 from jaxllm.train.run import build_value_and_grad, run_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.run_slots import abstract_slotted, context_slots
 from jaxllm.train.step.objective import make_objective
-from jaxllm.train.step.step_builder import build_disk_step, build_optimizer, build_step, run_state
+from jaxllm.train.step.step_builder import (
+    build_disk_step,
+    build_optimizer,
+    build_step,
+    build_streamed_step,
+    run_state,
+    streamed_model,
+)
+from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import jit_step
 from sharding.isolate import Progress, run_isolated
 from sharding.topology import Topology
@@ -116,6 +125,8 @@ def step_memory_here(run: RunConfig) -> tuple[int, int]:
     """
     devices = jax.devices()
     chosen = options(devices[0].platform, devices[0].device_kind, run.compiler_options) or None
+    if run.disk.parameters:
+        return _layer_stream_bytes(_own(run), devices, chosen)
     if run.disk.directory:
         return _streamed_bytes(_own(run), devices, chosen)
     step, arguments, mesh = _step_for(_own(run), devices)
@@ -129,7 +140,7 @@ def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str,
     model = run_model(run)
     mesh = run_mesh(run, model, devices)
     abstract = run_state(run, model, build_optimizer(run, model), mesh)
-    files = OptimizerFiles(run.disk, abstract.opt_state)
+    files = StateFiles(run.disk, abstract.opt_state)
     abstract = replace(abstract, opt_state=files.leaves())
     programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, files)
     with jax.set_mesh(mesh):
@@ -139,13 +150,39 @@ def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str,
     return disk_step_bytes(compiled, abstract, files), host
 
 
+def _layer_stream_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> tuple[int, int]:
+    """Bytes of a step with parameters and optimizer state on disk, by its formula; no file is made."""
+    model = run_model(run)
+    mesh = run_mesh(run, model, devices)
+    abstract, files, params = _on_disk(run, run_state(run, model, build_optimizer(run, model), mesh))
+    of = streamed_model(run, model, replace(abstract, params=params.leaves()), params)
+    with jax.set_mesh(mesh):
+        programs = build_streamed_step(run, of, files, _abstract_batch(run, model, mesh), chosen)
+    hidden: int = programs.embed.memory_analysis().output_size_in_bytes
+    count = run.accumulate * len(params.units)
+    return sum(device_peak(programs, of, files)), hidden * (
+        min(run.disk.window, count) if run.disk.activations else count
+    )
+
+
+def _on_disk(run: RunConfig, abstract: TrainState) -> tuple[TrainState, StateFiles, StateFiles]:
+    """The train state with ``DiskLeaf`` for its optimizer state, and the files of that and of the parameters."""
+    files = StateFiles(run.disk, abstract.opt_state)
+    params = StateFiles(run.disk, abstract.params, "params")
+    return replace(abstract, opt_state=files.leaves()), files, params
+
+
 def state_bytes_here(run: RunConfig) -> StateBytes:
     """Bytes of the run's state between two steps by tier, on the devices that are here; nothing is compiled."""
     devices, model = jax.devices(), run_model(run)
     mesh = run_mesh(run, model, devices)
     abstract = run_state(run, model, build_optimizer(run, model), mesh)
     if run.disk.directory:
-        files = OptimizerFiles(run.disk, abstract.opt_state)
+        _, files, params = _on_disk(run, abstract)
+        if run.disk.parameters:
+            return StateBytes(
+                shard_bytes((params.kept_of(abstract.params), abstract.extras)), 0, files.bytes + params.bytes
+            )
         return StateBytes(shard_bytes((abstract.params, abstract.extras)), 0, files.bytes)
     leaves = jax.tree.leaves((abstract.params, abstract.opt_state, abstract.extras))
     away = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]

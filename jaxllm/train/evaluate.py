@@ -84,7 +84,7 @@ class Evaluator:
         found: dict[str, float] = {}
         with jax.set_mesh(self._mesh):
             for batch in progress(self._dataset):
-                placed = self._scored(params, put_batch(batch, self._sharding, len(batch.tokens)))
+                placed = self._scored(params, self.placed(batch))
                 sums: LossSums = self._sums(params, placed)
                 nll, count = nll + float(sums.nll), count + float(sums.count)
                 if self._objective is not None:
@@ -92,7 +92,21 @@ class Evaluator:
                     for name, value in {"loss": sums.loss, **(sums.metrics or {})}.items():
                         found[name] = found.get(name, 0.0) + float(value)
         metrics = {name: value / items for name, value in found.items()}
-        return Evaluation(nll / count, nll / math.log(2) / self._dataset.target_bytes, int(count), metrics)
+        return self.evaluation(nll, count, metrics)
+
+    def placed(self, batch: Any) -> Any:
+        """A held-out batch on the devices."""
+        return put_batch(batch, self._sharding, len(batch.tokens))
+
+    def evaluation(self, nll: float, count: float, metrics: dict[str, float] | None = None) -> Evaluation:
+        """Evaluation from sums over the whole held-out set.
+
+        Args:
+            nll: negative log-likelihood.
+            count: target tokens.
+            metrics: of the objective.
+        """
+        return Evaluation(nll / count, nll / math.log(2) / self._dataset.target_bytes, int(count), metrics or {})
 
     def on(self, dataset: Any) -> Evaluator:
         """Evaluator by the same program on another held-out dataset, whose batches have the same shapes."""

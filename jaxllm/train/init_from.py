@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.tree_util import keystr
 
 import sharding
+from jaxllm.checkpoint.restore import RestoreOptions
 from jaxllm.config import ConfigError, differences
 from jaxllm.convert.adapter_run import adapter_run
 from jaxllm.convert.load import load_params
@@ -19,6 +21,7 @@ from jaxllm.convert.run_files import BESIDE_MODEL, TokenizerMismatchError, open_
 from jaxllm.hub import find_model, open_source
 from jaxllm.models import DecoderConfig, functional
 from jaxllm.text import ChatTemplate, Tokenizer
+from jaxllm.train.disk.state_files import put_on_disk
 
 RUN_FIELDS = ("embed_grad", "param_dtype", "dtype", "matmul_precision", "remat", "unroll", "residual")
 """Fields of the architecture that the run chooses; all others must be the model's. None of them changes what parameters
@@ -34,14 +37,15 @@ class InitialModel:
         tokenizer: its tokenizer.
         template: its chat template, or None.
         source: the ``config.json`` of a model of another library, or None.
-        load: ``(mesh, dtype) -> params``: its parameters, sharded over a mesh.
+        load: ``(mesh, dtype) -> params``: its parameters, sharded over a mesh. A third argument is a tree of the
+            parameters in which ``DiskLeaf`` takes the values of its parameter as soon as they are loaded.
     """
 
     config: DecoderConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
     source: Mapping[str, Any] | None
-    load: Callable[[Mesh, str], Any]
+    load: Callable[..., Any]
 
 
 def open_initial_model(init_from: str, model: DecoderConfig) -> InitialModel:
@@ -75,8 +79,16 @@ def _from_files(path: Path) -> InitialModel:
         source.tokenizer,
         source.template,
         source.source,
-        lambda mesh, dtype: source.load(mesh=mesh, dtype=dtype).params,
+        lambda mesh, dtype, targets=None: source.load(mesh=mesh, dtype=dtype, put=_into(targets)).params,
     )
+
+
+def _into(targets: Any) -> Callable[[str, Any], Any] | None:
+    """Function ``(path, parameter) -> what takes its place``; None where all parameters stay in memory."""
+    if targets is None:
+        return None
+    by_path = {keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(targets)}
+    return lambda path, value: put_on_disk(value, by_path[path])
 
 
 def _from_run(path: Path) -> InitialModel:
@@ -84,12 +96,15 @@ def _from_run(path: Path) -> InitialModel:
     with open_checkpoints(path) as checkpointer:
         run = read_run(path, checkpointer)
 
-    def load(mesh: Mesh, dtype: str) -> Any:
+    def load(mesh: Mesh, dtype: str, targets: Any = None) -> Any:
         model = functional(run.config)
         abstract = sharding.abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
         with open_checkpoints(path) as checkpointer:
             if (adapted := adapter_run(run)) is not None:
                 params = adapted.merged_params(checkpointer, None, mesh, load_params)
+            elif targets is not None:
+                cast = RestoreOptions(cast=True)
+                return checkpointer.restore_params(targets, beside=BESIDE_MODEL, reading=cast)[0]
             else:
                 params, _ = checkpointer.restore_params(abstract, beside=BESIDE_MODEL)
         with jax.set_mesh(mesh):

@@ -20,14 +20,17 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from jaxllm.checkpoint import CheckpointError, StateProvider
-from jaxllm.config import to_dict
+from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
 from jaxllm.models import param_count
 from jaxllm.observe.event_log import EventLog
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_file import DiskTierError
+from jaxllm.train.disk.streamed_bytes import step_traffic
+from jaxllm.train.disk.streamed_evaluation import StreamedEvaluator
 from jaxllm.train.evaluate import (
     Evaluation,
     Evaluator,
@@ -48,6 +51,7 @@ from jaxllm.train.run import Run, StepPrograms
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
 from jaxllm.train.step.param_average import evaluated_params
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
+from jaxllm.train.step.step_builder import streamed_model
 from jaxllm.train.step.train_state import TrainState
 
 
@@ -122,6 +126,11 @@ def train(
     # Processes with different settings or data would hang or diverge later, so they compare them first.
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also, data)
+    if feed is not None and run.param_files is not None:
+        raise ConfigError(
+            "disk.parameters: the batches of this run are made with its parameters, which are in files; set "
+            "disk.parameters to false."
+        )
     run.group.agree("the devices and data", device_fingerprint(run.mesh, run.data.train.fingerprint))
     files = run.directory
     events = EventLog(files.events if files.writes else None, began)
@@ -190,6 +199,9 @@ def run_with_rollback(
     step, seconds = run.compile_step()
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     events.write("compiled", seconds=round(seconds, 3))
+    if isinstance(step, LayerStreamStep) and run.param_files is not None and run.state_files is not None:
+        traffic = step_traffic(run.param_files, run.state_files, step.inputs.sizes, config.optim.clip_norm is not None)
+        view.say(f"layers are streamed: {traffic}, for {config.accumulate} micro-batches")
     # Processes compile at different speeds, and collectives of the first step time out after half a minute.
     run.group.barrier("compiled")
     evaluate = make_evaluator(run) if config.eval_every else None
@@ -353,8 +365,9 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
     view.say(run.data.summary)
-    if run.state_files is not None:
-        view.say(str(run.state_files))
+    for files in (run.param_files, run.state_files):
+        if files is not None:
+            view.say(str(files))
     if run.slots is not None:
         view.say(run.slots.describe())
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
@@ -370,6 +383,9 @@ def make_evaluator(run: Run) -> Evaluator | None:
     stages = run.mesh.shape.get("stage", 1)
     # Whatever attention the run trains with, a model is evaluated with the one that it is served with.
     model = dataclasses.replace(run.model, training_context=run.model.text_context)
+    if run.param_files is not None:
+        of = streamed_model(run.config, run.model, run.abstract, run.param_files)
+        return StreamedEvaluator(of, model, run.mesh, run.data.heldout)
     sums = pipelined_loss_sums(model, *pipeline_plan(run.config, stages)) if stages > 1 else None
     if evaluates_objective(run.config):
         return objective_evaluator(

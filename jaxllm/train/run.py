@@ -30,7 +30,9 @@ from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.disk_tier import check_room
+from jaxllm.train.disk.layer_stream_step import LayerStreamStep
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.adaptive_step import AdaptiveStep, Choice, Layers
@@ -54,9 +56,12 @@ from jaxllm.train.step.step_builder import (
     build_optimizer,
     build_split_step,
     build_step,
+    build_streamed_step,
     run_state,
     settle_function,
     step_links,
+    streamed_inputs,
+    streamed_model,
 )
 from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
@@ -105,6 +110,8 @@ class Run:
         optimizer: the optax chain.
         abstract: shapes, dtypes and shardings of the train state.
         state_files: the optimizer state, where it is on disk; else None.
+        param_files: the parameters of layers, where they are on disk; else None.
+        disk_bytes: bytes of the state in files.
         links: techniques of the step, some of which keep state.
         init_model: the model that parameters are initialised from, or None.
         base: the frozen base of the run's adapter, or None.
@@ -140,11 +147,17 @@ class Run:
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
-        self.state_files: OptimizerFiles | None = None
+        self.state_files: StateFiles | None = None
         if config.disk.directory:
-            self.state_files = OptimizerFiles(config.disk, self.abstract.opt_state)
-            self.state_files.tier  # noqa: B018  # raises where the files do not fit
+            self.state_files = StateFiles(config.disk, self.abstract.opt_state)
             self.abstract = replace(self.abstract, opt_state=self.state_files.leaves())
+        self.param_files: StateFiles | None = None
+        if self.state_files is not None and config.disk.parameters:
+            self.param_files = StateFiles(config.disk, self.abstract.params, "params")
+            self.abstract = replace(self.abstract, params=self.param_files.leaves())
+        self.disk_bytes = sum(files.bytes for files in (self.state_files, self.param_files) if files is not None)
+        if self.disk_bytes:
+            check_room(config.disk, self.disk_bytes)
         self.links = step_links(config)
         settle = settle_function(config, self.model)
         self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
@@ -209,7 +222,14 @@ class Run:
                 then = found.update.lower(self.abstract, batch, given)  # type: ignore[attr-defined]
                 programs = [one.compile(compiler_options=options) for one in (first, then)]
             return StepPrograms(*programs, score=score), time.monotonic() - start
-        if (files := self.state_files) is not None:
+        if (files := self.state_files) is not None and self.param_files is not None:
+            of = streamed_model(self.config, self.model, self.abstract, self.param_files)
+            with jax.set_mesh(self.mesh):
+                programs = build_streamed_step(self.config, of, files, batch, options)
+            inputs = streamed_inputs(self.config, of, programs, self.mesh)
+            check_room(self.config.disk, self.disk_bytes, sum(inputs.sizes))
+            return LayerStreamStep(programs, of, files, inputs), time.monotonic() - start
+        if files is not None:
             streamed = build_disk_step(self.config, self.model, grads, self.abstract, files)
             with jax.set_mesh(self.mesh):
                 ready = compiled_programs(lowered_programs(streamed, self.abstract, batch, files), options)

@@ -205,6 +205,9 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: any(name in run.model.remat for name in ("offload", "compact")), _remat
     ),
     "compact activations": Feature(lambda run, _: "compact" in run.model.remat, _remat),
+    "ladder residual": Feature(
+        lambda run, _: run.model.residual != "plain", lambda run: f'model.residual = "{run.model.residual}"'
+    ),
     "latent attention": Feature(
         lambda run, _: any(b.attention.kv_spec.latent for b in (*run.model.prefix, *run.model.pattern)),
         lambda run: "a model with latent attention",
@@ -280,6 +283,7 @@ FEATURES: dict[str, Feature] = {
     "optimizer offload": Feature(lambda run, _: run.host.optimizer or bool(run.disk.directory), _offloaded_optimizer),
     "optimizer state on the host": Feature(lambda run, _: run.host.optimizer, lambda run: "host.optimizer"),
     "optimizer state on disk": Feature(lambda run, _: bool(run.disk.directory), _offloaded_optimizer),
+    "parameters on disk": Feature(lambda run, _: run.disk.parameters, lambda run: "disk.parameters"),
     "update of the next step": Feature(
         lambda run, _: run.optim.spec.deferred and run.host.params,
         lambda run: f'host.params with optim.kind = "{run.optim.kind}"',

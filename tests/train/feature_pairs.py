@@ -26,7 +26,9 @@ from jaxllm.train import RunConfig
 from jaxllm.train.combinations import refused
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.layer_stream_step import LayerStreamStep
+from jaxllm.train.disk.saved_inputs import HostInputs
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.compressed_gradients import GradsConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -42,8 +44,10 @@ from jaxllm.train.step.step_builder import (
     build_disk_step,
     build_optimizer,
     build_step,
+    build_streamed_step,
     init_run_state,
     run_state,
+    streamed_model,
 )
 from sharding import MeshSpec
 from tests import quick, tiny
@@ -134,6 +138,7 @@ SETTINGS: dict[str, Setting] = {
     "layerwise recomputation": _model(remat="none=2,full=2"),
     "offloaded or compact activations": _model(remat="offload"),
     "compact activations": _model(remat="compact:0.5"),
+    "ladder residual": _model(residual="ladder"),
     "layerwise optimizer": _optim(kind="adalomo"),
     "optimizer without backward pass": _optim(kind="mezo"),
     "optimizer without stages": _optim(kind="sophia"),
@@ -166,6 +171,7 @@ SETTINGS: dict[str, Setting] = {
     "optimizer offload": _run(host=HostConfig(optimizer=True)),
     "optimizer state on the host": _run(host=HostConfig(optimizer=True)),
     "optimizer state on disk": _run(disk=DiskConfig(tempfile.gettempdir())),
+    "parameters on disk": _run(disk=DiskConfig(tempfile.gettempdir(), parameters=True)),
     "updates on the host": _run(host=HostConfig(optimizer=True, device_every=2)),
     "update of the next step": _all(_optim(kind="mezo"), _run(host=HostConfig(params=True))),
     "parameter offload": _run(host=HostConfig(params=True)),
@@ -247,17 +253,26 @@ def outcome(*names: str) -> Pair | None:
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     grads = build_value_and_grad(run, model, mesh)
-    files = OptimizerFiles(run.disk, abstract.opt_state) if run.disk.directory else None
+    files = StateFiles(run.disk, abstract.opt_state) if run.disk.directory else None
+    param_files = StateFiles(run.disk, abstract.params, "params") if run.disk.parameters else None
     if files is not None:
         abstract = dataclasses.replace(abstract, opt_state=files.leaves())
+    if param_files is not None:
+        abstract = dataclasses.replace(abstract, params=param_files.leaves())
     batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)
     with jax.set_mesh(mesh):
-        state = init_run_state(run, model, transform, mesh, abstract, files=files)
+        state = init_run_state(run, model, transform, mesh, abstract, files=files, param_files=param_files)
         batch = put_rows(run, model, mesh, batch)
         if files is None:
             jitted = quick.jit(build_step(run, model, grads, transform, layers=run.observe.layers_every > 0))
             text = jitted.lower(state, batch).as_text()
             after, metrics = jitted(state, batch)
+        elif param_files is not None:
+            of = streamed_model(run, model, abstract, param_files)
+            programs = build_streamed_step(run, of, files, batch, quick.OPTIONS)
+            parts = (programs.embed, programs.head, *programs.forward.values(), *programs.update.values())
+            text = "".join(one.as_text() for one in (*parts, *programs.backward.values()))
+            after, metrics = LayerStreamStep(programs, of, files, HostInputs())(state, batch)
         else:
             lowered = lowered_programs(build_disk_step(run, model, grads, abstract, files), abstract, batch, files)
             text = "".join(one.as_text() for one in (lowered.gradients, *lowered.updates.values(), lowered.finish))

@@ -14,6 +14,7 @@ from jaxllm import cli
 from jaxllm.cli import memory_budget
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_budget import MemoryBudget, fitted_here, without_budget
+from jaxllm.config import ConfigError
 from jaxllm.models.remat import policies_by_layer
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig, TrainResult, compile_step
@@ -90,7 +91,7 @@ def test_the_run_that_is_trained_fits(measured, monkeypatch, capsys):
     assert flops(model.remat) == pytest.approx(min(map(flops, fitting)))
 
 
-STATE = 60
+STATE, PARAMS, INPUTS = 60, 10, 5
 
 
 @pytest.fixture
@@ -100,7 +101,9 @@ def with_places(monkeypatch):
     def memory(run: RunConfig) -> tuple[int, int]:
         layers = sum(KEPT[name] for name in policies_by_layer(run.model.remat, run.model.segments) if name in KEPT)
         away = run.host.optimizer or bool(run.disk.directory)
-        return (BASE + layers - STATE * away) << 20, 0
+        return (BASE + layers - STATE * away - PARAMS * run.disk.parameters) << 20, (
+            run.disk.parameters and not run.disk.activations
+        ) * INPUTS << 20
 
     def state(run: RunConfig) -> compile_step.StateBytes:
         size = STATE << 20
@@ -132,6 +135,36 @@ def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, f
     assert f"{STATE / 1024:.3f} GiB on the device" in said
     assert ("in the host's memory" in said) == (budget.host is not None and budget.device < BASE << 20)
     assert ("on disk, twice that" in said) == (place == "disk")
+
+
+def test_parameters_leave_the_device_last(with_places, finished, capsys):
+    """Where the run's settings allow it, the device has room, and the host for the inputs of layers."""
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=1")
+    disk, least = ("/nvme", 1 << 30), BASE - STATE - PARAMS << 20
+    fitted = fitted_here(run, MemoryBudget(least, None, disk))
+    assert fitted.disk == DiskConfig(*disk, parameters=True)
+    assert fitted.model.remat == "full"
+    assert "layers streamed from disk: 0.010 GiB on the device, 0.005 of the host" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"--within is 0.010 GiB"):
+        fitted_here(run, MemoryBudget(least - 1, None, disk))
+    fitted = fitted_here(run, MemoryBudget(least, INPUTS - 1 << 20, disk))
+    assert fitted.disk == DiskConfig(*disk, parameters=True, activations=True)
+    assert "--host is 0.004 GiB" in capsys.readouterr().out
+
+
+def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
+    """What it takes of the device does not grow with the layers; other recomputation is refused."""
+    run = runs.run_config(finished)
+    disk = DiskConfig(str(tmp_path / "files"), window=2, parameters=True)
+    found = []
+    for layers in (4, 8):
+        model = dataclasses.replace(run.model, layers=layers, remat="full")
+        found.append(compile_step.step_memory_here(dataclasses.replace(run, model=model, disk=disk)))
+    assert found[0][0] == found[1][0]
+    assert 2 * found[0][1] == found[1][1]
+    assert not (tmp_path / "files").exists()
+    with pytest.raises(ConfigError, match=r"set model.remat to .full"):
+        compile_step.step_memory_here(dataclasses.replace(run, disk=disk))
 
 
 def test_a_place_that_is_given_is_kept(with_places, finished):

@@ -7,19 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Optimizer offload to files: the optimizer state is on disk, and streamed layer by layer for the update.
+    """Optimizer and parameter offload to files: what is on disk is streamed layer by layer.
 
     Attributes:
         directory: where the files are. Each process has its own, which have no names and are gone when it ends, however
-            it ends. Empty: the optimizer state is in memory.
-        bytes: most bytes of the files of a process; 0: what the file system has free. Files take twice the optimizer
-            state while a checkpoint is written from them.
+            it ends. Empty: everything is in memory.
+        bytes: most bytes of the files of a process; 0: what the file system has free. Files take twice the state
+            while a checkpoint is written from them.
         window: layers whose state is in the host's memory at a time, being read, updated or written.
+        parameters: the parameters of layers are in files too, and each layer is updated as soon as its gradients are
+            there; else the optimizer state alone.
+        activations: with ``parameters``: the inputs of layers are in files between forward and backward pass; else in
+            the host's memory.
     """
 
     directory: str = ""
     bytes: int = 0
     window: int = 4
+    parameters: bool = False
+    activations: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -28,5 +34,11 @@ class DiskConfig:
             )
         if self.bytes < 0:
             raise ValueError(f"disk: bytes = {self.bytes}; give 0 (what is free) or a number of bytes.")
+        if self.parameters and not self.directory:
+            raise ValueError("disk: parameters are to be in files, but disk.directory is empty; give a directory.")
+        if self.activations and not self.parameters:
+            raise ValueError(
+                "disk: activations are the saved inputs of layers that are streamed; set disk.parameters to true too."
+            )
         if self.bytes and not self.directory:
             raise ValueError(f"disk: bytes = {self.bytes} limits files, but disk.directory is empty; give a directory.")

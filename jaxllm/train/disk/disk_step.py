@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.params import at_least_f32
 from jaxllm.optim.streamed_state import layer_row, merged_parts, part_of_model, put_layer_row
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.step.step_chain import Gradients, Report, StepLink, StepResult, finished
 from jaxllm.train.step.subset_update import apply_updates
 from jaxllm.train.step.train_state import TrainState
@@ -60,7 +60,7 @@ def disk_step_programs(
     links: Sequence[StepLink],
     reports: Sequence[Report],
     abstract: TrainState,
-    files: OptimizerFiles,
+    files: StateFiles,
 ) -> DiskStepPrograms:
     """Jitted programs of a step.
 
@@ -90,7 +90,7 @@ def disk_step_programs(
             out_shardings=(
                 part_of(shardings, segment),
                 [one.sharding for one in files.abstract_rows(segment)],
-                [everywhere] * len(files.counters),
+                [everywhere] * len(files.kept),
                 everywhere,
             ),
         )
@@ -129,7 +129,7 @@ def disk_step_programs(
 
 
 def lowered_programs(
-    programs: DiskStepPrograms, abstract: TrainState, batch: Any, files: OptimizerFiles
+    programs: DiskStepPrograms, abstract: TrainState, batch: Any, files: StateFiles
 ) -> DiskStepPrograms:
     """The programs, lowered for their arguments; the run's mesh is set.
 
@@ -141,7 +141,7 @@ def lowered_programs(
     """
     resident = replace(abstract, opt_state=())
     sums, grads, norms, amax = jax.eval_shape(programs.gradients, resident, batch)
-    counters = files.counters_of(abstract.opt_state)
+    counters = files.kept_of(abstract.opt_state)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     updates, puts, square = {}, {}, None
     for segment, update in programs.updates.items():
@@ -174,7 +174,7 @@ class DiskStep:
         score: ``(params, batch) -> batch``, which scores a batch with the reference model; None without one.
     """
 
-    def __init__(self, programs: DiskStepPrograms, files: OptimizerFiles, score: Any = None):
+    def __init__(self, programs: DiskStepPrograms, files: StateFiles, score: Any = None):
         self._programs, self._files, self._score = programs, files, score
         self._backwards = False
 
@@ -188,7 +188,7 @@ class DiskStep:
         batch = batch if self._score is None else self._score(state.params, batch)
         resident = replace(state, opt_state=())
         sums, grads, norms, amax = programs.gradients(resident, batch)
-        params, before = state.params, files.counters_of(state.opt_state)
+        params, before = state.params, files.kept_of(state.opt_state)
         counters, squares = before, [None] * len(files.units)
         order = files.order(self._backwards)
         self._backwards = not self._backwards
@@ -208,11 +208,11 @@ class DiskStep:
         del grads
         ends = _ends_of(resident)
         params, step, extras, metrics = programs.finish(params, ends, counters, sums, norms[0], amax, squares)
-        state = replace(state, params=params, opt_state=files.with_counters(counters), step=step, extras=extras)
+        state = replace(state, params=params, opt_state=files.with_kept(counters), step=step, extras=extras)
         return state, metrics
 
 
-def initial_arrays(make: Make, logical_axes: dict[str, Any], params: Any, files: OptimizerFiles) -> Any:
+def initial_arrays(make: Make, logical_axes: dict[str, Any], params: Any, files: StateFiles) -> Any:
     """Writes the optimizer state before the first step, unit by unit; returns the state with ``DiskLeaf``.
 
     Args:
@@ -238,12 +238,12 @@ def initial_arrays(make: Make, logical_axes: dict[str, Any], params: Any, files:
 
     files.initialise(rows)
     leaves = jax.tree.leaves(files.leaves())
-    shardings = [leaves[n].sharding for n in files.counters]
+    shardings = [leaves[n].sharding for n in files.kept]
     whole = make(logical_axes)
     counters = jax.jit(
         lambda params: [leaf for leaf in jax.tree.leaves(whole.init(params)) if not leaf.ndim], out_shardings=shardings
     )
-    return files.with_counters(counters(params))
+    return files.with_kept(counters(params))
 
 
 def part_of(tree: Any, segment: str) -> Any:
@@ -261,25 +261,41 @@ def _update_of(
     rule: optax.GradientTransformation, clip_norm: float | None, opt_state: Any, segment: str
 ) -> Callable[..., Any]:
     """Update of one unit: of a layer of the segment, or of everything outside of layers."""
-    part = part_of_state(opt_state, segment)
-    scalar = [leaf.ndim == 0 for leaf in jax.tree.leaves(part)]
-    structure = jax.tree.structure(part)
+    of_unit = unit_update(rule, opt_state, segment)
 
     def update(params: Any, grads: Any, norm: Any, counters: Any, arrays: Any, row: Any) -> Any:
         own = layer_row((params, grads), row) if segment else (params, grads)
         clipped = own[1]
         if clip_norm is not None:
             clipped = jax.tree.map(lambda g, most=clip_norm: clipped_by(norm, most, g), clipped)
+        changed, new, counts, changes = of_unit(own[0], clipped, counters, arrays)
+        return changed, new, counts, optax.tree.norm(changes, squared=True)
+
+    return update
+
+
+def unit_update(rule: optax.GradientTransformation, opt_state: Any, segment: str) -> Callable[..., Any]:
+    """Update of one unit: ``(params, gradients, counters, arrays) -> (params, arrays, counters, updates)``.
+
+    Args:
+        rule: of the unit's parameters.
+        opt_state: the whole optimizer state, abstract.
+        segment: of the unit; empty: everything outside of layers.
+    """
+    part = part_of_state(opt_state, segment)
+    scalar = [leaf.ndim == 0 for leaf in jax.tree.leaves(part)]
+    structure = jax.tree.structure(part)
+
+    def update(params: Any, grads: Any, counters: Any, arrays: Any) -> Any:
         counts, rows = iter(counters), iter(arrays)
         state = structure.unflatten([next(counts) if one else next(rows) for one in scalar])
-        changes, new = rule.update(clipped, state, own[0])
-        changed = apply_updates(own[0], changes)
+        changes, new = rule.update(grads, state, params)
         leaves = jax.tree.leaves(new)
         return (
-            changed,
+            apply_updates(params, changes),
             [leaf for leaf, one in zip(leaves, scalar, strict=True) if not one],
             [leaf for leaf, one in zip(leaves, scalar, strict=True) if one],
-            optax.tree.norm(changes, squared=True),
+            changes,
         )
 
     return update

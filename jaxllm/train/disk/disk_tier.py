@@ -3,12 +3,14 @@
 A pass visits every unit once. Units that come next are read while one is updated, and what was updated is written while
 the next ones are (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2). A unit that is still in the window when the next
 pass asks for it, written already or in flight, is forwarded from memory and never read; each buffer is written once
-in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013).
+in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013). A pass may also only read: a unit that is
+released as it was is not written.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
 
 THREADS = 2
@@ -48,6 +51,7 @@ class _Slot:
         stored: done when the buffer is in the file; None: it was read from there.
         taken: the unit is being updated.
         kept: the buffer stays when it is written.
+        unused: done when nobody reads the buffer any more; None: nobody does.
     """
 
     buffer: np.ndarray | None
@@ -55,6 +59,36 @@ class _Slot:
     stored: Future[None] | None = None
     taken: bool = False
     kept: bool = True
+    unused: Future[None] | None = None
+
+
+def check_room(config: DiskConfig, state: int, activations: int = 0) -> None:
+    """Checks that files of these bytes fit into the directory, before any is made.
+
+    Args:
+        config: directory, and most bytes of it.
+        state: bytes of the train state in files.
+        activations: bytes of saved activations in files.
+
+    Raises:
+        DiskTierError: they do not, or the directory cannot be used.
+    """
+    directory = Path(config.directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(directory).free
+    except OSError as error:
+        raise DiskTierError(f"disk.directory = {directory} cannot be used: {error}.") from error
+    limit = min(config.bytes, free) if config.bytes else free
+    if 2 * state + activations > limit:
+        what = "the parameters of layers and the optimizer state take" if config.parameters else "the state takes"
+        more = f", the inputs of layers {activations / 2**30:.3f} GiB" if activations else ""
+        of = "disk.bytes" if config.bytes and config.bytes <= free else "free there"
+        raise DiskTierError(
+            f"{what} {state / 2**30:.3f} GiB in files, and twice that while a checkpoint is written{more}, but "
+            f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {directory}); give more, or split the run over more "
+            "processes."
+        )
 
 
 @dataclass
@@ -65,41 +99,29 @@ class DiskTier:
         directory: on the disk.
         layouts: layout of each unit's file.
         window: most units in memory.
-        limit: most bytes of files; 0: what the file system has free.
 
     Attributes:
         log: I/O log, in the order of calls; None: none is kept.
+        moved: bytes read and written so far, by ``IoEvent.what``.
 
     Raises:
-        DiskTierError: the files do not fit, or the directory cannot be written.
+        DiskTierError: the directory has no room, or cannot be written.
     """
 
     directory: Path
     layouts: Sequence[FileLayout]
     window: int
-    limit: int = 0
     log: list[IoEvent] | None = None
+    moved: Counter[str] = field(default_factory=Counter)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _coming: list[int] = field(default_factory=list)
     _spare: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(self.directory).free
-        except OSError as error:
-            raise DiskTierError(f"disk.directory = {self.directory} cannot be used: {error}.") from error
-        limit = min(self.limit, free) if self.limit else free
-        if 2 * self.bytes > limit:
-            of = "disk.bytes" if self.limit and self.limit <= free else "free there"
-            raise DiskTierError(
-                f"the optimizer state takes {self.bytes / 2**30:.3f} GiB in files, and twice that while a checkpoint "
-                f"is written, but {limit / 2**30:.3f} GiB are {of} (disk.directory = {self.directory}); give more, or "
-                "split the run over more processes."
-            )
         self._files = [StateFile(self.directory, layout) for layout in self.layouts]
         self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")
+        self._waiters = ThreadPoolExecutor(THREADS, "disk-tier-wait")
 
     @property
     def bytes(self) -> int:
@@ -109,7 +131,7 @@ class DiskTier:
     # A pass over the units
 
     def begin(self, order: Sequence[int]) -> None:
-        """Begins a pass, in which each unit of ``order`` is taken and given back once, in this order."""
+        """Begins a pass, in which the units of ``order`` are taken, and given back or released, in this order."""
         self._coming = list(order)
         self._read_ahead()
 
@@ -143,15 +165,16 @@ class DiskTier:
             keep: keep it in memory until its place is needed, to be forwarded; otherwise until it is written.
         """
         slot = self._slots.pop(unit)
-        buffer, before = slot.buffer, slot.stored
+        buffer, before, unused = slot.buffer, slot.stored, slot.unused
         assert buffer is not None
         filled: Future[None] = Future()
         new = _Slot(buffer, filled, kept=keep)
 
         def write() -> None:
             try:
-                if before is not None:
-                    before.result()
+                for one in (before, unused):
+                    if one is not None:
+                        one.result()
                 fill(buffer)
             except BaseException as error:
                 filled.set_exception(error)
@@ -166,6 +189,25 @@ class DiskTier:
         self._slots[unit] = new  # last in the order of slots: the oldest one gives up its place first
         self._read_ahead()
 
+    def release(self, unit: int, wait: Callable[[], object]) -> None:
+        """Gives a taken unit back as it was; nothing is written.
+
+        Args:
+            unit: the unit.
+            wait: returns when the contents are not read any more; called in a thread of the pool.
+        """
+        slot = self._slots.pop(unit)
+        before = slot.unused
+
+        def waited() -> None:
+            if before is not None:
+                before.result()
+            wait()
+
+        slot.taken, slot.unused = False, self._waiters.submit(waited)
+        self._slots[unit] = slot
+        self._read_ahead()
+
     def flush(self) -> None:
         """Waits until all units are in their files.
 
@@ -175,6 +217,21 @@ class DiskTier:
         for slot in self._slots.values():
             if slot.stored is not None:
                 slot.stored.result()
+
+    def put(self, unit: int, fill: Callable[[np.ndarray], None]) -> None:
+        """Writes new contents of a unit, whatever it had; between two passes.
+
+        Args:
+            unit: the unit.
+            fill: as for ``give``.
+        """
+        if unit in self._slots:
+            self._evict(unit)
+        self._make_room(wait=True)
+        empty: Future[None] = Future()
+        empty.set_result(None)
+        self._slots[unit] = _Slot(self._buffer(self.layouts[unit].size), empty, taken=True)
+        self.give(unit, fill)
 
     # Whole contents
 
@@ -191,7 +248,7 @@ class DiskTier:
     def renew(self) -> list[StateFile]:
         """Files for new contents, new ones in the place of frozen ones; the memory is emptied."""
         for slot in self._slots.values():
-            for one in (slot.ready, slot.stored):
+            for one in (slot.ready, slot.stored, slot.unused):
                 if one is not None:
                     one.exception()
         self._slots.clear()
@@ -214,39 +271,45 @@ class DiskTier:
             self._start_read(unit)
 
     def _make_room(self, wait: bool = False) -> bool:
-        """Frees a place of the window, the oldest first; whether there is one."""
+        """Frees a place of the window, the oldest first; whether there is one.
+
+        Which unit leaves depends on the order of the pass alone, and not on the time that the disk takes, so that what
+        is read is known beforehand.
+        """
         if len(self._slots) < self.window:
             return True
-        near = self._coming[: self.window]
-        idle = [unit for unit, slot in self._slots.items() if not slot.taken and slot.ready.done()]
-        away = [unit for unit in idle if unit not in near]
-        for unit in away:
-            stored = self._slots[unit].stored
-            if stored is None or stored.done():
-                return self._evict(unit)
-        if not wait:
+        near = [unit for unit in self._coming[: self.window] if unit in self._slots and self._slots[unit].kept]
+        free = [unit for unit, slot in self._slots.items() if not slot.taken]
+        away = [unit for unit in free if unit not in near]
+        if wait:
+            return self._evict(away[0] if away else max(free, key=near.index))
+        if not away:
             return False
-        # Then the oldest that is still being written, or a kept one that this pass needs last.
-        waiting = [unit for unit, slot in self._slots.items() if not slot.taken and unit not in near]
-        return self._evict(waiting[0] if waiting else max((u for u in self._slots if u in near), key=near.index))
+        slot = self._slots[away[0]]
+        done = all(one is None or one.done() for one in (slot.ready, slot.stored, slot.unused))
+        return done and self._evict(away[0])
 
     def _evict(self, unit: int) -> bool:
         slot = self._slots.pop(unit)
         slot.ready.result()
-        if slot.stored is not None:
-            slot.stored.result()
+        for one in (slot.stored, slot.unused):
+            if one is not None:
+                one.result()
         if slot.buffer is not None:
             self._spare.append(slot.buffer)
         return True
 
     def _start_read(self, unit: int) -> None:
         size = self.layouts[unit].size
-        self._spare = [one for one in self._spare if one.size == size]
-        buffer = self._spare.pop() if self._spare else aligned_buffer(size)
-        file = self._files[unit]
+        buffer, file = self._buffer(size), self._files[unit]
         self._record("read", unit, size)
         self._slots[unit] = _Slot(buffer, self._readers.submit(file.read, buffer))
 
+    def _buffer(self, size: int) -> np.ndarray:
+        self._spare = [one for one in self._spare if one.size == size]
+        return self._spare.pop() if self._spare else aligned_buffer(size)
+
     def _record(self, what: Literal["read", "forward", "write"], unit: int, size: int) -> None:
+        self.moved[what] += size
         if self.log is not None:
             self.log.append(IoEvent(what, unit, size))

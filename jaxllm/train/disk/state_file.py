@@ -118,7 +118,7 @@ class StateFile:
     def _verify(self, number: int, data: np.ndarray) -> None:
         if zlib.crc32(data.data) != self._sums[number]:
             raise DiskTierError(
-                f"optimizer state of {self.layout.name}: {self.layout.labels[number]} is damaged in the files of "
+                f"{self.layout.name}: {self.layout.labels[number]} is damaged in the files of "
                 f"{self.directory}: its checksum is not that of what was written. Check the disk, or give another "
                 "disk.directory."
             )
@@ -129,7 +129,7 @@ class StateFile:
             yield
         except OSError as error:
             raise DiskTierError(
-                f"optimizer state of {self.layout.name}: {doing} {self.layout.size} bytes in {self.directory} failed: "
+                f"{self.layout.name}: {doing} {self.layout.size} bytes in {self.directory} failed: "
                 f"{error}. Give a disk.directory with room, on a disk that works."
             ) from error
 

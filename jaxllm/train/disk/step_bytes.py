@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from jaxllm.train.disk.disk_step import DiskStepPrograms
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.step.train_state import TrainState
 
 
-def disk_step_bytes(compiled: DiskStepPrograms, abstract: TrainState, files: OptimizerFiles) -> int:
+def disk_step_bytes(compiled: DiskStepPrograms, abstract: TrainState, files: StateFiles) -> int:
     """Peak bytes of a device over the programs of a step.
 
     Gradients: parameters, batch, temporaries and gradients. Update: parameters and gradients, one unit's temporaries,

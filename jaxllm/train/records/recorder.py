@@ -80,7 +80,7 @@ class Recorder:
         while True:
             began = time.monotonic()
             number, batch = next(batches)
-            hidden = any(not value.is_ready() for _, metrics in before for value in jax.tree.leaves(metrics)[:1])
+            hidden = any(not value.is_ready() for _, metrics in before for value in on_devices(metrics)[:1])
             self._waited[number + 1] = 0.0 if hidden else time.monotonic() - began
             yield number, batch
 
@@ -112,6 +112,11 @@ class Recorder:
         self.sinks.log(number, row)
         if self._layers is not None and number % self._config.observe.layers_every == 0:
             self._layers.log(number, {name: arrays_by_path(tree) for name, tree in metrics["layers"].items()})
+
+
+def on_devices(metrics: dict[str, Any]) -> list[Any]:
+    """Metrics that are on the devices; others were counted by the host."""
+    return [value for value in jax.tree.leaves(metrics) if isinstance(value, jax.Array)]
 
 
 def arrays_by_path(tree: Any) -> dict[str, list[float]]:

@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxllm.checkpoint import CheckpointCorruptError, state_providers
 from jaxllm.config import differences, from_dict
 from jaxllm.models.value_head import fresh_value_head, put_value_head
@@ -37,17 +39,24 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
         if run.base is not None:
             params = run.base.start_params(run.first_gradients)
         elif run.init_model is not None:
-            params = run.init_model.load(run.mesh, run.config.model.param_dtype)
+            given: list[Any] = [run.mesh, run.config.model.param_dtype]
+            if run.param_files is not None:
+                run.param_files.tier.renew()
+                given.append(run.abstract.params)
+            with jax.set_mesh(run.mesh):
+                params = run.init_model.load(*given)
             if has_value_head(run.config):
                 params = put_value_head(params, fresh_value_head(run.abstract.params["head"]["value"]))
-        return init_run_state(run.config, run.model, run.optimizer, run.mesh, run.abstract, params, run.state_files), 0
+        files = run.state_files, run.param_files
+        return init_run_state(run.config, run.model, run.optimizer, run.mesh, run.abstract, params, *files), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()
         check_resumable(meta, run.config, run.directory.path)
         check_replicas(meta, run.replicas, run.directory.path)
         state_providers.check_providers(meta, run.also)
-    if run.state_files is not None:
-        run.state_files.tier.renew()
+    for files in (run.state_files, run.param_files):
+        if files is not None:
+            files.tier.renew()
     saved = trained_only(run.base, saved_state(run.abstract, run.links))
     found = saver.resume(state_providers.with_provider_targets(saved, run.also))
     if found is None:  # another process emptied the directory meanwhile

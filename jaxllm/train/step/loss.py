@@ -289,7 +289,9 @@ def value_and_grad(
             no_sums = no_sums._replace(routing=tally.sums(model.config, zero_sum))
         no_grads = jax.tree.map(_no_gradient, params, params if zero in (2, 3) else used)
         if zero == "3level":
-            no_grads = jax.tree.map(_zeros_like, jax.eval_shape(lambda grads: reduce(grads, in_step=True), no_grads))
+            no_grads = jax.tree.map(
+                zeros_like_abstract, jax.eval_shape(lambda grads: reduce(grads, in_step=True), no_grads)
+            )
         start = no_sums, no_grads, jax.tree.map(jnp.zeros_like, amax)
         if ring_sizes:
             # Each batch has as many micro-steps as its documents need.
@@ -319,8 +321,8 @@ def _no_gradient(param: Array, weight: Array) -> Array:
     return jax.sharding.reshard(zeros, jax.P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else spec)
 
 
-def _zeros_like(like: jax.ShapeDtypeStruct) -> Array:
-    """Zeros with the sharding of an abstract array."""
+def zeros_like_abstract(like: jax.ShapeDtypeStruct) -> Array:
+    """Zeros with the shape, dtype and sharding of an abstract array."""
     zeros = jnp.zeros(like.shape, like.dtype)
     if sharding.current_mesh() is None or like.sharding is None:
         return zeros

@@ -14,7 +14,10 @@ from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
-from jaxllm.train.disk.optimizer_files import OptimizerFiles
+from jaxllm.train.disk.saved_inputs import DiskInputs, HostInputs
+from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms, compiled_streamed_programs
+from jaxllm.train.disk.streamed_start import initial_streamed_arrays, stored_params
 from jaxllm.train.outer.adaptive_step import Choice
 from jaxllm.train.outer.co2 import co2_step
 from jaxllm.train.outer.compressed_gradients import compressed_gradients, gradient_errors
@@ -23,6 +26,7 @@ from jaxllm.train.outer.outer_step import averaging_step, outer_states
 from jaxllm.train.outer.replicas import copy_to_replicas, over_replicas, replica_states, with_outer_step
 from jaxllm.train.run_model import trained_params
 from jaxllm.train.step.absent_experts import absent_experts
+from jaxllm.train.step.objective import HeadObjective, make_objective
 from jaxllm.train.step.param_average import parameter_average
 from jaxllm.train.step.step_chain import Report, Step, StepLink, link_states
 from jaxllm.train.step.step_links import (
@@ -108,7 +112,7 @@ def build_split_step(
 
 
 def build_disk_step(
-    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: OptimizerFiles
+    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: StateFiles
 ) -> DiskStepPrograms:
     """Training step of a run with its optimizer state in files, as jitted programs.
 
@@ -129,6 +133,54 @@ def build_disk_step(
         abstract,
         files,
     )
+
+
+def streamed_model(config: RunConfig, model: Functional, abstract: TrainState, params: StateFiles) -> StreamedModel:
+    """Streamed model of a run with its parameters in files, which its programs are made of.
+
+    Args:
+        config, model: of the run, whose objective is of the final hidden states.
+        abstract: the train state, with ``DiskLeaf`` for what is in files.
+        params: files of the parameters.
+    """
+    objective = make_objective(config.objective, config.z_loss)
+    assert isinstance(objective, HeadObjective)
+    return StreamedModel(model, objective, config.routing, config.parallel.layout, config.accumulate, params, abstract)
+
+
+def build_streamed_step(
+    config: RunConfig, of: StreamedModel, files: StateFiles, batch: Any, options: dict[str, str] | None
+) -> StreamedPrograms:
+    """Compiled programs of a step with parameters and optimizer state in files; the run's mesh is set.
+
+    Args:
+        config: the run.
+        of: from ``streamed_model``.
+        files: of the optimizer state.
+        batch: abstract.
+        options: of the compiler.
+    """
+    make, rate = layer_optimizer(config.optim, config.steps), schedule(config.optim.schedule, config.steps)
+    reports = _reports(of.model, layers=False)
+    links, clip_norm = step_links(config), config.optim.clip_norm
+    return compiled_streamed_programs(of, make, clip_norm, rate, links, reports, files, batch, options)
+
+
+def streamed_inputs(
+    config: RunConfig, of: StreamedModel, programs: StreamedPrograms, mesh: Mesh
+) -> HostInputs | DiskInputs:
+    """Saved inputs of the layers of a streamed step, in the host's memory or in files.
+
+    Args:
+        config: the run.
+        of, programs: of its step.
+        mesh: of the run.
+    """
+    if not config.disk.activations:
+        return HostInputs()
+    hidden = programs.hidden
+    there = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=jax.NamedSharding(mesh, hidden.sharding.spec))
+    return DiskInputs(config.disk, len(of.params.units), config.accumulate, there)
 
 
 def _hooks(config: RunConfig, model: Functional) -> StepHooks:
@@ -184,7 +236,8 @@ def init_run_state(
     mesh: Mesh,
     abstract: TrainState,
     params: Any = None,
-    files: OptimizerFiles | None = None,
+    files: StateFiles | None = None,
+    param_files: StateFiles | None = None,
 ) -> TrainState:
     """Fresh train state of a run; replicas begin with the same values.
 
@@ -193,11 +246,18 @@ def init_run_state(
         abstract: from ``run_state``.
         params: initial parameters, on the mesh; None: random ones.
         files: where the optimizer state is; None: in memory.
+        param_files: where the parameters of layers are; None: in memory.
     """
     extras = link_states(step_links(config))
     if config.outer.kind == "none":
         make = layer_optimizer(config.optim, config.steps)
         in_files = files and (lambda params: initial_arrays(make, model.logical_axes(), params, files))
+        if files is not None and param_files is not None:
+            with jax.set_mesh(mesh):
+                params = stored_params(model, config.seed, abstract.params, param_files, params)
+            in_files = lambda params: initial_streamed_arrays(  # noqa: E731
+                make, model.logical_axes(), params, param_files, files
+            )
         return init_state(model, optimizer, mesh, config.seed, abstract, params, extras, in_files)
     one = abstract_state(model, optimizer, mesh, config.host, extras)
     first = init_state(model, optimizer, mesh, config.seed, one, params, extras)

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import sharding
+from jaxllm.checkpoint.offloaded_leaf import OffloadedLeaf
 from jaxllm.models import Functional
 from jaxllm.train.host_offload import HostConfig, host_bytes
 
@@ -138,8 +139,10 @@ def init_state(
 
 def init_extras(extras: Mapping[str, InitExtra], params: Any, abstract: TrainState) -> dict[str, Any]:
     """Fresh states of the step's links, by name, each created in its shards."""
+    # No link that reads the parameters goes with parameters in files.
+    given = () if any(isinstance(leaf, OffloadedLeaf) for leaf in jax.tree.leaves(params)) else params
     return {
-        name: jax.jit(init, out_shardings=sharding.shardings_of(abstract.extras[name]))(params)
+        name: jax.jit(init, out_shardings=sharding.shardings_of(abstract.extras[name]))(given)
         for name, init in extras.items()
     }
 

@@ -1,7 +1,7 @@
-"""Optimizer files: the optimizer state of a run in the disk tier, one file for each layer and one for the rest.
+"""State files: parameters or optimizer state of a run in the disk tier, one file for each layer and one for the rest.
 
-Scalars of the state, such as step counters, stay in memory. In the train state each other array is a
-``DiskLeaf``, which checkpoints save and restore as if it were the array.
+Scalars of the state, such as step counters, stay in memory, and so do parameters outside of layers. In the train state
+each other array is a ``DiskLeaf``, which checkpoints save and restore as if it were the array.
 
 Legend: L repeats of a segment's group of layers.
 """
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ class ArrayShards(NamedTuple):
 
 @dataclass(frozen=True)
 class DiskLeaf(OffloadedLeaf):
-    """Array of the optimizer state in the disk tier.
+    """Array of the train state in the disk tier.
 
     Attributes:
         shape, dtype, sharding: of the array, [L, ...] of layers.
@@ -121,13 +121,18 @@ class DiskLeaf(OffloadedLeaf):
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Any
-    owner: OptimizerFiles = field(repr=False, compare=False)
+    owner: StateFiles = field(repr=False, compare=False)
     number: int = 0
 
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     def snapshot(self) -> SnapshotLeaf:
         """The values of now, read from files that are not written any more (see ``OffloadedLeaf``)."""
@@ -150,6 +155,13 @@ class DiskLeaf(OffloadedLeaf):
             }
         return SnapshotLeaf(self.shape, str(self.dtype), None, self.shape, self.dtype, chunk, parts)
 
+    def store(self, array: jax.Array) -> DiskLeaf:
+        """Takes the values of an array that is on the devices; the run's mesh is set."""
+        for row, (unit, shards) in enumerate(self.owner.rows_of(self.number)):
+            own = _row(array, np.int32(row), shards.sharding) if self.owner.units[unit].segment else array
+            _write(self.owner.tier.writable(unit), shards, own)
+        return self
+
     def restore(self, read: Callable[[Index], np.ndarray]) -> DiskLeaf:
         """See ``OffloadedLeaf``."""
         for row, (unit, shards) in enumerate(self.owner.rows_of(self.number)):
@@ -161,34 +173,35 @@ class DiskLeaf(OffloadedLeaf):
         return self
 
 
-class OptimizerFiles:
-    """Optimizer state of a run in files.
+class StateFiles:
+    """Optimizer state, or parameters, of a run in files.
 
     Args:
         config: where the files are.
-        abstract: the optimizer state, as ``abstract_state`` has it in memory.
+        abstract: the optimizer state, or the parameters, as ``abstract_state`` has them in memory.
+        field: "opt_state"; or "params", of which only layers are in files.
 
     Attributes:
         units: units of the state in the order of a pass: layers, then what is outside of them.
         window: most layers in memory.
-        counters: numbers of the leaves that stay in memory.
+        kept: numbers of the leaves that stay in memory.
 
     Raises:
         ConfigError: the state is not one of layers.
     """
 
-    def __init__(self, config: DiskConfig, abstract: Any):
+    def __init__(self, config: DiskConfig, abstract: Any, field: Literal["opt_state", "params"] = "opt_state"):
         leaves, self._structure = jax.tree.flatten_with_path(abstract)
         self._abstract = [leaf for _, leaf in leaves]
         segments = [_segment_of(path) for path, _ in leaves]
-        self.counters = [n for n, (_, leaf) in enumerate(leaves) if not leaf.ndim]
-        on_disk = [n for n in range(len(leaves)) if n not in self.counters]
+        self.kept = [n for n, (_, x) in enumerate(leaves) if not (segments[n] if field == "params" else x.ndim)]
+        on_disk = [n for n in range(len(leaves)) if n not in self.kept]
         repeats: dict[str, int] = {}
         for n in on_disk:
             if (segment := segments[n]) and repeats.setdefault(segment, leaves[n][1].shape[0]) != leaves[n][1].shape[0]:
                 raise ConfigError(
-                    f"disk.directory: {jax.tree_util.keystr(leaves[n][0])} of the optimizer state is not stacked over "
-                    f"the {repeats[segment]} layers of its segment; leave the optimizer state in memory."
+                    f"disk.directory: {field}{jax.tree_util.keystr(leaves[n][0])} is not stacked over the "
+                    f"{repeats[segment]} layers of its segment; leave disk.directory empty."
                 )
         self.units = [StateUnit(s, row) for s, count in repeats.items() for row in range(count)]
         self.units += [StateUnit("", 0)] if any(not segments[n] for n in on_disk) else []
@@ -201,19 +214,18 @@ class OptimizerFiles:
                 shape = (1, *leaf.shape[1:]) if segment else tuple(leaf.shape)
                 shards = ArrayShards.of(shape, np.dtype(leaf.dtype), leaf.sharding, len(labels[segment]))
                 self._shards[segment][n] = shards
-                labels[segment] += [f"opt_state{jax.tree_util.keystr(path)}"] * len(shards.parts)
+                labels[segment] += [f"{field}{jax.tree_util.keystr(path)}"] * len(shards.parts)
         sizes = {s: [one.part_bytes for one in own.values() for _ in one.parts] for s, own in self._shards.items()}
-        self._layouts = [FileLayout(str(unit), labels[unit.segment], sizes[unit.segment]) for unit in self.units]
+        self.what = "parameters" if field == "params" else "optimizer state"
+        self._layouts = [
+            FileLayout(f"{self.what} of {unit}", labels[unit.segment], sizes[unit.segment]) for unit in self.units
+        ]
         self.window, self._config = config.window, config
 
     @functools.cached_property
     def tier(self) -> DiskTier:
-        """The files, made when they are first needed.
-
-        Raises:
-            DiskTierError: they do not fit.
-        """
-        return DiskTier(Path(self._config.directory), self._layouts, self.window, self._config.bytes)
+        """The files, made when they are first needed."""
+        return DiskTier(Path(self._config.directory), self._layouts, self.window)
 
     @property
     def bytes(self) -> int:
@@ -221,27 +233,32 @@ class OptimizerFiles:
         return sum(layout.size for layout in self._layouts)
 
     def leaves(self) -> Any:
-        """The optimizer state with ``DiskLeaf`` in the place of arrays, and abstract scalars."""
+        """The state with ``DiskLeaf`` in the place of arrays in files, and the abstract leaves that stay in memory."""
         return self._structure.unflatten(
             [
-                leaf if n in self.counters else DiskLeaf(leaf.shape, np.dtype(leaf.dtype), leaf.sharding, self, n)
+                leaf if n in self.kept else DiskLeaf(leaf.shape, np.dtype(leaf.dtype), leaf.sharding, self, n)
                 for n, leaf in enumerate(self._abstract)
             ]
         )
 
-    def with_counters(self, counters: Sequence[Any]) -> Any:
-        """The optimizer state with these scalars."""
-        given = iter(counters)
+    def with_kept(self, values: Sequence[Any]) -> Any:
+        """The state with these values of the leaves that stay in memory."""
+        given = iter(values)
         leaves = jax.tree.leaves(self.leaves())
-        return self._structure.unflatten([next(given) if n in self.counters else x for n, x in enumerate(leaves)])
+        return self._structure.unflatten([next(given) if n in self.kept else x for n, x in enumerate(leaves)])
 
-    def counters_of(self, opt_state: Any) -> list[Any]:
-        """Scalars of an optimizer state."""
-        return [leaf for n, leaf in enumerate(jax.tree.leaves(opt_state)) if n in self.counters]
+    def kept_of(self, state: Any) -> list[Any]:
+        """Leaves of a state that stay in memory, such as the scalars of an optimizer state."""
+        return [leaf for n, leaf in enumerate(jax.tree.leaves(state)) if n in self.kept]
 
     def abstract_rows(self, segment: str) -> list[jax.ShapeDtypeStruct]:
         """Shapes and shardings of the arrays of a unit, in the order of the tree."""
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self._shards[segment].values()]
+        shards = self._shards.get(segment, {}).values()
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in shards]
+
+    def layout(self, unit: int) -> FileLayout:
+        """Layout of a unit's file."""
+        return self._layouts[unit]
 
     def rows_of(self, leaf: int) -> list[tuple[int, ArrayShards]]:
         """Numbers of the units that a leaf is in, in order, with its shards in each."""
@@ -287,25 +304,45 @@ class OptimizerFiles:
         """
         for unit, file in enumerate(self.tier.renew()):
             for shards, array in zip(self._shards[self.units[unit].segment].values(), rows(unit), strict=True):
-                data = {shard.device: shard.data for shard in array.addressable_shards}
-                first: Mapping[int, jax.Device] = {part: device for device, part in reversed(shards.places)}
-                for part, device in first.items():
-                    own = np.ascontiguousarray(data[device])
-                    file.write_part(shards.first + part, own.reshape(-1).view(np.uint8))
+                _write(file, shards, array)
 
     def __str__(self) -> str:
         """Bytes and place of the state."""
         tier = self.tier
         window = sum(sorted((layout.size for layout in self._layouts), reverse=True)[: tier.window])
         return (
-            f"optimizer state: {tier.bytes / 2**30:.3f} GiB in {len(self.units)} files of {tier.directory}, at most "
+            f"{self.what}: {tier.bytes / 2**30:.3f} GiB in {len(self.units)} files of {tier.directory}, at most "
             f"{tier.window} of them in memory ({window / 2**30:.3f} GiB)"
         )
+
+
+def put_on_disk(value: Any, target: Any) -> Any:
+    """A parameter in the place that its target says: a ``DiskLeaf`` takes the values of an array, which is freed."""
+    if not isinstance(target, DiskLeaf) or isinstance(value, DiskLeaf):
+        return value
+    target.store(value)
+    value.delete()
+    return target
 
 
 def _segment_of(path: tuple[Any, ...]) -> str:
     keys = [str(getattr(key, "key", "")) for key in path]
     return keys[keys.index("segments") + 1] if "segments" in keys else ""
+
+
+def _write(file: StateFile, shards: ArrayShards, array: jax.Array) -> None:
+    """Writes an array of a unit, each distinct shard once."""
+    data = {shard.device: shard.data for shard in array.addressable_shards}
+    first: Mapping[int, jax.Device] = {part: device for device, part in reversed(shards.places)}
+    for part, device in first.items():
+        own = np.ascontiguousarray(data[device])
+        file.write_part(shards.first + part, own.reshape(-1).view(np.uint8))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _row(array: jax.Array, row: Any, sharding: Any) -> jax.Array:
+    """One layer of a stacked array, [1, ...]."""
+    return jax.sharding.reshard(jax.lax.dynamic_slice_in_dim(array, row, 1), sharding)
 
 
 def _assembled(file: StateFile, shards: ArrayShards) -> np.ndarray:

@@ -1,0 +1,202 @@
+"""Training step whose parameters are streamed: the device holds few layers at a time, the tier's files hold all.
+
+Forward, each layer is read ahead of its use, and its input is saved (``saved_inputs``). Backward, each layer is
+computed again from its input, and is updated and written as soon as its gradients are there (Fuyou,
+arXiv:2403.06504). So neither all parameters nor all gradients nor all optimizer state of layers are ever on the device
+(ZeRO-Infinity, arXiv:2104.07857). A layer is read once for all micro-batches in each direction: layer-major order
+(Harmony, arXiv:2202.01306). Gradients are clipped by a norm that a backward pass without updates has found before, as
+LOMO's paper proposes (arXiv:2306.09782). What is outside of layers stays on the device: embedding, output matrix, final
+norm.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.train.disk.disk_step import part_of
+from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, to_device, to_host
+from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms
+from jaxllm.train.step.train_state import TrainState
+
+IN_FLIGHT = 2
+"""Programs of layers that are dispatched and not done: one runs while the arguments of the next are copied. More would
+only hold more memory."""
+
+
+class Dispatched:
+    """Results of the last programs that were dispatched; waits so that there are no more than ``IN_FLIGHT``."""
+
+    def __init__(self) -> None:
+        self._results: deque[Any] = deque()
+
+    def add(self, result: Any) -> None:
+        """Counts a program whose result, which is not donated, is given."""
+        self._results.append(result)
+        if len(self._results) > IN_FLIGHT:
+            jax.block_until_ready(self._results.popleft())
+
+    def waiting(self) -> Any:
+        """Function that returns when the programs that have been dispatched so far are done."""
+        results = list(self._results)
+        return lambda: jax.block_until_ready(results)
+
+
+class LayerStreamStep:
+    """Compiled training step with parameters and optimizer state in files, ``(state, batch) -> (state, metrics)``.
+
+    Args:
+        programs: compiled.
+        of: model, with the files of the parameters.
+        files: of the optimizer state.
+        inputs: where the inputs of layers are saved.
+
+    Attributes:
+        inputs: as given.
+    """
+
+    def __init__(self, programs: StreamedPrograms, of: StreamedModel, files: StateFiles, inputs: SavedInputs):
+        self._programs, self._of, self._files, self.inputs = programs, of, files, inputs
+        self._numbers = {unit: number for number, unit in enumerate(files.units)}
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The state after the step, and its metrics; parameters outside of layers are donated.
+
+        The metrics ``disk_read_bytes`` and ``disk_written_bytes`` are what the tier read and wrote in the step.
+
+        Raises:
+            DiskTierError: the files failed; the state is lost then.
+        """
+        programs, of, params, files, saved = self._programs, self._of, self._of.params, self._files, self.inputs
+        tiers = [params.tier, files.tier, *([saved.tier] if isinstance(saved, DiskInputs) else [])]
+        moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write")}
+        layers = list(range(len(params.units)))
+        params.tier.begin([*layers, *[*reversed(layers)] * (1 if programs.norm is None else 2)])
+        order = [self._numbers[params.units[n]] for n in reversed(layers) if params.units[n] in self._numbers]
+        files.tier.begin(order + [n for n, unit in enumerate(files.units) if not unit.segment])
+        running = Dispatched()
+        ends, before = part_of(state.params, ""), files.kept_of(state.opt_state)
+        micros, total = programs.split(batch)
+        alone = len(micros) == 1
+
+        # Forward: hidden states of several micro-batches wait in the host's memory, that of one stays on the device.
+        hidden: list[jax.Array] = []
+        tallies: list[Any] = []
+        for micro in micros:
+            x, tally = programs.embed(ends, micro)
+            running.add(x)
+            hidden.append(x if alone else to_host(x))
+            tallies.append(tally)
+        for number in layers:
+            unit = params.units[number]
+            rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
+            for i in reversed(range(len(micros))):
+                saved.put(number, i, hidden[i])
+            for i, micro in enumerate(micros):
+                x, tallies[i] = programs.forward[unit.segment](rows, to_device(hidden[i]), tallies[i], micro, first)
+                running.add(x)
+                hidden[i] = x if alone else to_host(x)
+            params.tier.release(number, running.waiting())
+            del rows
+        found, grads_of = programs.head_zeros(), []
+        for i, micro in enumerate(micros):
+            found, dx = programs.head(ends, to_device(hidden[i]), tallies[i], micro, total, found)
+            running.add(dx)
+            grads_of.append(dx if alone else to_host(dx))
+        sums, end_grads = found
+        del hidden, tallies, found
+
+        # Backward: a layer is updated when all its micro-batches have been through it. The norm that gradients are
+        # clipped by is that of all layers, which a backward pass without updates finds first.
+        norm, squares = None, []
+
+        def measure(number: int, rows: Any, grads: Any) -> None:
+            squares.append(programs.squared[params.units[number].segment](grads))
+            running.add(squares[-1])
+            params.tier.release(number, running.waiting())
+
+        if programs.norm is not None:
+            last = self._backward(micros, total, grads_of, running, measure, final=False)
+            end_grads = self._with_lookups(ends, micros, last, end_grads)
+            norm = programs.norm(squares, end_grads)
+        norms: list[Any] = [None] * (len(layers) + 1)
+        counters = before
+
+        def update(number: int, rows: Any, grads: Any) -> None:
+            nonlocal counters
+            unit = params.units[number]
+            state_unit = self._numbers.get(unit)
+            arrays = [] if state_unit is None else files.placed(state_unit, files.tier.take(state_unit))
+            new, arrays, counters, norms[number] = programs.update[unit.segment](rows, grads, before, arrays, norm)
+            running.add(norms[number])
+            params.give(number, new)
+            if state_unit is not None:
+                files.give(state_unit, arrays)
+
+        last = self._backward(micros, total, grads_of, running, update, final=True)
+        if norm is None:
+            end_grads = self._with_lookups(ends, micros, last, end_grads)
+        ends, counters, norms[-1] = self._update_ends(ends, end_grads, before, norm)
+
+        resident = replace(state, params=(), opt_state=())
+        step, extras, metrics = programs.finish(resident, counters, sums, norms)
+        moved = {what: before + sum(tier.moved[what] for tier in tiers) for what, before in moved.items()}
+        metrics |= {"disk_read_bytes": moved["read"], "disk_written_bytes": moved["write"]}
+        whole = {**state.params, **ends}
+        return replace(state, params=whole, opt_state=files.with_kept(counters), step=step, extras=extras), metrics
+
+    def _backward(
+        self,
+        micros: Any,
+        total: Any,
+        grads_of: list[jax.Array],
+        running: Dispatched,
+        use: Callable[[int, Any, Any], None],
+        final: bool,
+    ) -> list[jax.Array]:
+        """Backward pass through the layers; the gradients of the first one's inputs, by micro-batch.
+
+        Args:
+            micros, total: of ``split``.
+            grads_of: gradients of the last layer's outputs, by micro-batch.
+            running: programs that run.
+            use: ``(number of a layer, its parameters, its gradients)``; gives its parameters back.
+            final: the saved inputs are not needed again.
+        """
+        programs, params = self._programs, self._of.params
+        grads_of, alone = list(grads_of), len(micros) == 1
+        self.inputs.begin()
+        for number in reversed(range(len(params.units))):
+            unit = params.units[number]
+            rows, first = params.placed(number, params.tier.take(number)), np.int32(self._of.layer_of(unit))
+            grads = programs.layer_zeros[unit.segment]()
+            for i, micro in enumerate(micros):
+                x, dx = self.inputs.take(number, i), to_device(grads_of[i])
+                grads, dx = programs.backward[unit.segment](rows, x, micro, dx, total, first, grads)
+                running.add(dx)
+                self.inputs.drop(number, i, running.waiting(), final)
+                grads_of[i] = dx if alone else to_host(dx)
+            use(number, rows, grads)
+            del rows, grads, x
+        return grads_of
+
+    def _with_lookups(self, ends: Any, micros: Any, grads_of: list[jax.Array], grads: Any) -> Any:
+        """Gradients of the ends with those of the embedding's lookups."""
+        for micro, dx in zip(micros, grads_of, strict=True):
+            grads = self._programs.lookup(ends, micro, to_device(dx), grads)
+        return grads
+
+    def _update_ends(self, ends: Any, grads: Any, before: Any, norm: Any) -> tuple[Any, Any, Any]:
+        files = self._files
+        number = next((n for n, unit in enumerate(files.units) if not unit.segment), None)
+        arrays = [] if number is None else files.placed(number, files.tier.take(number))
+        ends, arrays, counters, norms = self._programs.ends(ends, grads, before, arrays, norm)
+        if number is not None:
+            files.give(number, arrays)
+        return ends, counters, norms

@@ -1,0 +1,146 @@
+"""Saved inputs of streamed layers between forward and backward pass: in the host's memory, or in files.
+
+In files each is written once, while the next layers are computed, and read ahead of its use in the reverse order; those
+that are still in the window, written already or in flight, are forwarded and never read (SSDTrain, arXiv:2408.10013).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.state_file import FileLayout
+from jaxllm.train.disk.state_files import ArrayShards
+
+
+class SavedInputs(ABC):
+    """Inputs of layers by layer and micro-batch; written in one order, and taken in the reverse of it.
+
+    Attributes:
+        sizes: bytes of the file of each, in the order of writing; empty: they are in the host's memory.
+    """
+
+    sizes: Sequence[int] = ()
+
+    @abstractmethod
+    def put(self, layer: int, micro: int, x: jax.Array) -> None:
+        """Saves the input of a layer, [B S D], which is in the memory of the host or the device."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Begins a backward pass: all inputs are saved."""
+
+    @abstractmethod
+    def take(self, layer: int, micro: int) -> jax.Array:
+        """Input of a layer on the device. The caller calls ``drop`` after it has dispatched what reads it."""
+
+    @abstractmethod
+    def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
+        """Gives an input back.
+
+        Args:
+            layer, micro: of the input.
+            wait: function that returns when nothing reads it any more.
+            final: it is not taken again.
+        """
+
+
+class HostInputs(SavedInputs):
+    """Inputs of layers in the host's memory."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[tuple[int, int], jax.Array] = {}
+
+    def put(self, layer: int, micro: int, x: jax.Array) -> None:
+        """See ``SavedInputs``."""
+        self._inputs[layer, micro] = to_host(x)
+
+    def begin(self) -> None:
+        """See ``SavedInputs``."""
+
+    def take(self, layer: int, micro: int) -> jax.Array:
+        """See ``SavedInputs``."""
+        return to_device(self._inputs[layer, micro])
+
+    def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
+        """See ``SavedInputs``."""
+        if final:
+            del self._inputs[layer, micro]
+
+
+class DiskInputs(SavedInputs):
+    """Inputs of layers in files of the disk tier.
+
+    Args:
+        config: where the files are; ``window`` inputs are in the host's memory.
+        layers: number of layers that are streamed.
+        micro_batches: of a step.
+        hidden: an input, abstract, with its sharding on the run's mesh.
+
+    Attributes:
+        layouts: layouts of the files, in the order of writing.
+    """
+
+    def __init__(self, config: DiskConfig, layers: int, micro_batches: int, hidden: jax.ShapeDtypeStruct):
+        self._shards = ArrayShards.of(tuple(hidden.shape), np.dtype(hidden.dtype), hidden.sharding, 0)
+        self._micro_batches, self._config = micro_batches, config
+        parts = len(self._shards.parts)
+        self.layouts = [
+            FileLayout(
+                f"input of layer {n}, micro-batch {m}", ["hidden states"] * parts, [self._shards.part_bytes] * parts
+            )
+            for n in range(layers)
+            for m in reversed(range(micro_batches))
+        ]
+        self.sizes = [layout.size for layout in self.layouts]
+        self._tier: DiskTier | None = None
+
+    @property
+    def tier(self) -> DiskTier:
+        """The files, made when they are first needed."""
+        if self._tier is None:
+            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window)
+        return self._tier
+
+    def put(self, layer: int, micro: int, x: jax.Array) -> None:
+        """See ``SavedInputs``."""
+        unit, there = self._unit(layer, micro), to_host(x)  # so that the device does not wait for the disk
+
+        def fill(buffer: np.ndarray) -> None:
+            self._shards.fill(self.layouts[unit], buffer, jax.block_until_ready(there))
+
+        self.tier.put(unit, fill)
+
+    def begin(self) -> None:
+        """See ``SavedInputs``."""
+        self.tier.begin(list(reversed(range(len(self.layouts)))))
+
+    def take(self, layer: int, micro: int) -> jax.Array:
+        """See ``SavedInputs``."""
+        unit = self._unit(layer, micro)
+        return self._shards.placed(self.layouts[unit], self.tier.take(unit))
+
+    def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
+        """See ``SavedInputs``."""
+        self.tier.release(self._unit(layer, micro), wait)
+
+    def _unit(self, layer: int, micro: int) -> int:
+        # The micro-batches of a layer are written backwards, because the backward pass adds their gradients forwards.
+        return (layer + 1) * self._micro_batches - 1 - micro
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """The array in the host's memory; the copy is asynchronous."""
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """The array in the device's memory; the copy is asynchronous."""
+    return jax.device_put(x, x.sharding.with_memory_kind("device"))
