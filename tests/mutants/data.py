@@ -5,6 +5,8 @@ from tests.mutants.mutant import Mutant
 COUNTED = ("tests/data/test_mixture.py::test_max_epochs_by_an_independent_count",)
 TRUNCATED = ("tests/data/test_chat.py::test_conversations_are_truncated_to_a_row_of_pairs",)
 
+NEED = ("tests/train/test_context_by_need.py::test_documents_take_the_devices_that_they_need",)
+
 MUTANTS = [
     Mutant(
         "max_epochs_in_binary_fractions",
@@ -152,5 +154,33 @@ MUTANTS = [
         "np.maximum(1 - leverage, 1e-9)[:, None]",
         "1",
         ("tests/data/test_mixture_selection.py::test_left_out_predictions_are_those_of_separate_fits",),
+    ),
+    Mutant(
+        "split_document_loses_its_middle",
+        "jaxllm/data/context_by_need.py",
+        "np.arange(back[r + 1], back[r])",
+        "np.arange(back[r + 1] + (r + 1 == size), back[r])",
+        NEED,
+    ),
+    Mutant(
+        "ring_too_small_for_a_full_document",
+        "jaxllm/data/context_by_need.py",
+        "n * self.slot >= sizes[long[0]]",
+        "n * self.slot >= sizes[long[0]] // 2",
+        NEED,
+    ),
+    Mutant(
+        "padding_of_slots_is_a_target",
+        "jaxllm/data/context_by_need.py",
+        '-1 if name == "targets" else 0',
+        "0",
+        ("tests/train/test_context_by_need.py::test_equals_padded_rows_on_one_device",),
+    ),
+    Mutant(
+        "slots_by_room_not_by_work",
+        "jaxllm/data/context_by_need.py",
+        "rows[i] = at = fits[np.argmin(work[fits])]",
+        "rows[i] = at = fits[np.argmin(room[fits])]",
+        ("tests/train/test_context_by_need.py::test_work_is_more_even_than_on_a_static_mesh",),
     ),
 ]

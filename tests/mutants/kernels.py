@@ -241,4 +241,11 @@ MUTANTS = [
         "(2 * shards - 2 - shard) * half",
         ("tests/kernels/test_ring_attention.py::test_every_place_is_somewhere",),
     ),
+    Mutant(
+        "rings_of_a_part_send_to_the_next_ring",
+        "pallas_kernels/ring_attention/xla.py",
+        "r - r % self.shards + (r + by) % self.shards",
+        "(r + by) % self.devices",
+        ("tests/kernels/test_ring_attention.py::test_rings_of_a_part_of_the_axis",),
+    ),
 ]
