@@ -76,7 +76,7 @@ class RunConfig:
             fsdp_tp.
         parallel: how arrays are sharded over the mesh: ZeRO stage, sequence, context and pipeline parallelism.
         host: optimizer offload and parameter offload to host memory.
-        disk: optimizer offload to files.
+        disk: optimizer and parameter offload to files.
         distributed: timeouts of runs in several processes.
         compiler_options: changes to the table of ``jaxllm.parallel.compiler_flags``: "NAME=VALUE", or "NAME=" for the
             compiler's own choice.

@@ -1,1 +1,1 @@
-"""Disk tier of training: the optimizer state is in files, and is read and written layer by layer for the update."""
+"""Disk tier of training: optimizer state, parameters and saved inputs of layers in files, streamed layer by layer."""
