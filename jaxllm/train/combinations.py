@@ -2,7 +2,7 @@
 
 A ``Feature`` is a setting that a run has or has not (``run_features``); a ``Refusal`` is a row of two features.
 ``check_combinations`` raises for the first row that a run meets; what no row names goes together.
-docs/train/combinations.md is made of these rows, and of those of rooms of their own (``jaxllm.train.outer.refusals``).
+docs/train/combinations.md is made of these rows, and of those of rooms of their own (``jaxllm.train.outer.outer_refusals``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jaxllm.config import ConfigError
 from jaxllm.optim.optimizer_table import kinds_where
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
-from jaxllm.train.disk.refusals import PARAMETERS_ON_DISK
-from jaxllm.train.outer.refusals import LOW_COMMUNICATION
+from jaxllm.train.disk.streamed_refusals import PARAMETERS_ON_DISK
+from jaxllm.train.outer.outer_refusals import LOW_COMMUNICATION
 from jaxllm.train.run_features import (
     CO_SERVED,
     FEATURES,

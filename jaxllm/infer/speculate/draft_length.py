@@ -115,7 +115,8 @@ class _Share:
         share = self.successes / self.tried
         successes, tried = self.successes * self._kept(now), self.tried * self._kept(now)
         bound = (successes + 0.5 + math.sqrt(max(0.0, successes * (1 - share)) + 0.25)) / (tried + 1)
-        return share + (bound - share) / math.sqrt(batch)
+        # Rounding would else make a longer draft more promising than its first token.
+        return min(1.0, share + (bound - share) / math.sqrt(batch))
 
     def inherited(self, now: int, at: int) -> _Share:
         """Evidence of a new sequence, which has generated ``at`` tokens: up to ``INHERITED`` attempts of this one."""

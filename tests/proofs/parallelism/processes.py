@@ -133,11 +133,6 @@ def same_curve(folder: Path, mesh: str) -> dict[str, float]:
     return finish(folder, mesh)
 
 
-def by_need(folder: Path, mesh: str) -> dict[str, float]:
-    """Documents in slots over processes: the curve of one process whose rows are all split alike."""
-    return finish(folder, mesh, ("--parallel.context", "by_need", "--parallel.slot", "4"))
-
-
 def lose(folder: Path, rank: int) -> dict[str, float]:
     """Process ``rank`` is killed: the others end in time and name it; a restart finishes the curve."""
     four = Processes(folder, TOGETHER, special={"rank": rank, "step": 6, "signal": "SIGKILL"})
@@ -203,7 +198,6 @@ def miss(folder: Path, rank: int) -> dict[str, float]:
         ("differ", "configuration"),
         ("differ", "version"),
         ("miss", 3),
-        ("by_need", "data=2,context=4"),
     ],
     sample=1,
     float64=True,
@@ -211,7 +205,17 @@ def miss(folder: Path, rank: int) -> dict[str, float]:
     bound={"curve": 1e-10, "parameters": 1e-10},
 )
 def processes(case: tuple[str, str | int]) -> dict[str, float]:
-    """Four processes by gloo on this machine: same curve, by need too, a loss, a signal, a disagreement, an absence."""
+    """Four processes by gloo on this machine: same curve, a loss, a signal, a disagreement, an absence."""
     name, argument = case
     with tempfile.TemporaryDirectory() as folder:
         return globals()[name](Path(folder), argument)
+
+
+@proof(
+    "parallelism", cases=("data=2,context=4",), sample=1, float64=True, parallel=False,
+    bound={"curve": 1e-10, "parameters": 1e-10},
+)  # fmt: skip
+def processes_by_need(mesh: str) -> dict[str, float]:
+    """Documents in slots over four processes: the curve of one process whose rows are all split alike."""
+    with tempfile.TemporaryDirectory() as folder:
+        return finish(Path(folder), mesh, ("--parallel.context", "by_need", "--parallel.slot", "4"))
