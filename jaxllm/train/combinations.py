@@ -2,7 +2,8 @@
 
 A ``Feature`` is a setting that a run has or has not (``run_features``); a ``Refusal`` is a row of two features.
 ``check_combinations`` raises for the first row that a run meets; what no row names goes together.
-docs/train/combinations.md is made of these rows, and of those of rooms of their own (``jaxllm.train.outer.outer_refusals``).
+docs/train/combinations.md is made of these rows and of those of rooms of their own, such as
+``jaxllm.train.outer.outer_refusals``.
 """
 
 from __future__ import annotations
