@@ -28,7 +28,7 @@ class EncodedDocument(NamedTuple):
 
 
 class TextEncoder:
-    """Plain-text encoder: the tokens of each document between the begin-of-text and end-of-text ids."""
+    """Plain-text encoder: documents begin as prompts do, with the token that the tokenizer puts there, and end with eos."""
 
     has_loss_mask = False
 
@@ -37,12 +37,13 @@ class TextEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that determines the encoding: here, that of the tokenizer."""
-        return self.tokenizer.fingerprint
+        """Hash of everything that determines the encoding: the tokenizer, and whether it begins texts."""
+        own = self.tokenizer.fingerprint
+        return own if self.tokenizer.adds_bos else digest(["text as it is", own])
 
     def encode(self, texts: Sequence[str]) -> list[EncodedDocument]:
         """Encodes documents. Raises DataError for a text that cannot be encoded, without saying which one."""
-        return [EncodedDocument(ids) for ids in self.tokenizer.encode_batch(texts, bos=True, eos=True)]
+        return [EncodedDocument(ids) for ids in self.tokenizer.encode_documents(texts)]
 
 
 class ChatEncoder:

@@ -110,7 +110,7 @@ def write_tokens(
     *,
     about: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a token file. Each document should begin with `tokenizer.start_id` and end with `tokenizer.eos_id`.
+    """Writes a token file. Documents should be encoded as by `Tokenizer.encode_documents`.
 
     Atomic commit: the .json is written last, and a file without it is not a token file.
 

@@ -116,6 +116,13 @@ class Tokenizer(ABC):
         start, end = np.array(head, np.int32), np.array(tail, np.int32)
         return [np.concatenate([start, one, end]) for one in ids]
 
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encodes documents to train on, see `encode`: each begins as a prompt does, and ends with `eos_id`.
+
+        A model that only ever saw text behind `start_id` answers a prompt without it wrongly.
+        """
+        return self.encode_batch(texts, bos=self.adds_bos, eos=True)
+
     def encode_with_content(self, text: str, content: Collection[int]) -> Int[np.ndarray, " tokens"]:
         """Encodes a rendered chat template like `encode` with `specials`, but no control token has a part in content.
 

@@ -11,6 +11,7 @@ import pytest
 
 from jaxllm.data import ByteTokenizer, DataConfig, load_dataset
 from jaxllm.files import DataError
+from jaxllm.infer.llm import encode_prompt
 from jaxllm.text import ChatTemplate
 
 TEMPLATE = ChatTemplate(
@@ -47,6 +48,16 @@ def segments(batch: Any) -> list[tuple[str, str]]:
             assert batch.positions[row][here].tolist() == list(range(here.sum()))
             found.append((tokenizer.decode(batch.tokens[row][here]), tokenizer.decode(targets[targets >= 0])))
     return found
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_texts_begin_as_prompts_do(tmp_path, monkeypatch, adds_bos):
+    monkeypatch.setattr(ByteTokenizer, "adds_bos", adds_bos)
+    tokenizer = ByteTokenizer()
+    for asked in ("q", ""):  # an empty prompt is the token that begins a document, whatever the tokenizer adds
+        batch = opened(tmp_path, [{"prompt": asked, "chosen": "good", "rejected": "bad"}] * 8).train.batch_at(0)
+        begun = encode_prompt(tokenizer, asked)
+        assert batch.tokens[0][: len(begun) + 1].tolist() in [[*begun, ord("g")], [*begun, ord("b")]]
 
 
 def test_both_completions_are_in_one_row(tmp_path):

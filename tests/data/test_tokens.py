@@ -14,6 +14,7 @@ from jaxllm.data.sources.text_files import TextFiles
 from jaxllm.data.token_files import open_tokens, sidecar, write_tokens
 from jaxllm.data.tokenise import tokenise_documents
 from jaxllm.files import DataError, atomic
+from jaxllm.infer.llm import encode_prompt
 from jaxllm.text import ByteTokenizer
 
 BYTE = ByteTokenizer()
@@ -144,6 +145,21 @@ def test_tokenised_once_and_cached(tmp_path, source):
     ) != documents_of(first)
     tokenise_documents(TextFiles(source.files), TextEncoder(tokenizer), tmp_path / "cache")
     assert tokenizer.encoded == 4
+
+
+class NoBos(ByteTokenizer):
+    """A tokenizer that puts no token before a prompt, as SmolLM2's."""
+
+    adds_bos = False
+
+
+def test_documents_begin_as_prompts_do(tmp_path, source):
+    """What a model learns at a document's start is what it meets at a prompt's."""
+    tokenizer, cache = NoBos(), tmp_path / "cache"
+    tokenise_documents(source, TextEncoder(BYTE), cache)  # the same vocabulary: the other entry must not be found
+    for one in tokenise_documents(source, TextEncoder(tokenizer), cache):
+        prompt = encode_prompt(tokenizer, tokenizer.decode(one))
+        assert one.tolist() == [*prompt, tokenizer.eos_id]
 
 
 @pytest.mark.parametrize("damage", ["flipped byte", "cut", "empty", "broken sidecar", "no sidecar", "no file"])

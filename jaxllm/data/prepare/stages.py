@@ -342,7 +342,7 @@ def _tokens(corpus: Corpus, number: int) -> None:
     with new_directory(corpus.path("tokens", number)) as folder:
         with (folder / "tokens.raw").open("wb") as tokens, (folder / "lengths.raw").open("wb") as sizes:
             for texts in _batches(kept()):
-                encoded = tokenizer.encode_batch(texts, bos=True, eos=True)
+                encoded = tokenizer.encode_documents(texts)
                 tokens.write(np.concatenate(encoded).astype(token_dtype(tokenizer)).tobytes())
                 lengths = [len(one) for one in encoded]
                 sizes.write(np.array(lengths, "<i8").tobytes())

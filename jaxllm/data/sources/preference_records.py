@@ -126,7 +126,7 @@ def encode_completion(
             return ChatEncoder(tokenizer, template).encode_answer(prompt, answer, raw.get("tools"))
         except DataError as error:
             raise DataError(f"{at(file, row)}: {error}") from None
-    prompt = tokenizer.encode(raw["prompt"], bos=True)
+    prompt = tokenizer.encode(raw["prompt"], bos=tokenizer.adds_bos or not raw["prompt"])
     answer = tokenizer.encode(raw[name], eos=True)
     if len(prompt) == 0 or len(answer) == 0:
         empty = "prompt" if len(prompt) == 0 else name
