@@ -28,7 +28,7 @@ class EncodedDocument(NamedTuple):
 
 
 class TextEncoder:
-    """Plain-text encoder: documents begin as prompts do, with the token that the tokenizer puts there, and end with eos."""
+    """Plain-text encoder: documents begin as prompts do, see `Tokenizer.encode_documents`, and end with eos."""
 
     has_loss_mask = False
 
