@@ -82,9 +82,9 @@ class DecoderConfig:
             stochastic rounding ("mxfp4", Quartet). See ``jaxllm.models.low_precision_matmul``.
         remat: gradient checkpointing (remat), the values that the backward pass recomputes: "none", "elementwise"
             (norms, rotary embeddings, activation functions), "attention" (attention as well), "full" (each block from
-            its input), "sqrt" (runs of blocks from the input of the first); "offload" (activation offload to the
-            host), "compact:0.25" (random projections of matmul inputs are kept); or several by layers,
-            "none=8,full=24". See ``jaxllm.models.remat``.
+            its input), "sqrt" (runs of blocks from the input of the first); "save:qkv+attention" (all but the named
+            values), "offload" (activation offload to the host), "compact:0.25" (random projections of matmul inputs
+            are kept); or several by layers, "none=8,full=24". See ``jaxllm.models.remat``.
         unroll: groups of a scanned segment to unroll per step of the loop; 0 unrolls all of them.
     """
 

@@ -10,6 +10,8 @@ elementwise  norms, rotary embeddings and activation functions are recomputed, n
 attention    attention itself as well, from the saved queries, keys and values, but no matmul with a weight: the
              selective recomputation of arXiv:2205.05198, whose scores a flash kernel never stores
 full         the whole block is recomputed from its input (arXiv:1604.06174)
+save:VALUES  the block's input and the named values are kept, such as "save:qkv+attention": qkv, attention (its
+             results), residual (the stream before the feed-forward layer), inner (the results of gate and up)
 sqrt         runs of about the square root of the layers are recomputed from the input of the first, and each block in
              them from its own (arXiv:1604.06174, section 4.1): a and b inputs are kept of a b layers, at the cost of a
              second recomputation of the forward pass
@@ -42,12 +44,14 @@ from jaxllm.models.linear import Weight, dense, gather, matmul_by_expert, projec
 from pallas_kernels.flash_attention import RESIDUALS
 from sharding import LogicalAxes
 
-Name = Literal["none", "elementwise", "attention", "full", "sqrt", "offload", "compact"]
+Name = Literal["none", "elementwise", "attention", "full", "save", "sqrt", "offload", "compact"]
 Policy = str
-"""Remat policy of a layer: a ``Name``; "offload" may carry its share of tokens, "compact" carries its share of kept
-elements."""
+"""Remat policy of a layer: a ``Name``; "save" carries the values it keeps, "offload" may carry its share of tokens,
+"compact" carries its share of kept elements."""
 
-MATMUL_RESULTS = (*RESIDUALS, "residual", "gate", "up")
+VALUES = {"qkv": RESIDUALS[:3], "attention": RESIDUALS[3:], "residual": ("residual",), "inner": ("gate", "up")}
+"""Values of a block that "save" may keep, each with its ``checkpoint_name``s."""
+MATMUL_RESULTS = tuple(name for names in VALUES.values() for name in names)
 """``checkpoint_name``s of a block's matmul results: the values that "elementwise" keeps."""
 BEFORE_ATTENTION = tuple(name for name in MATMUL_RESULTS if name not in RESIDUALS[3:])
 """``MATMUL_RESULTS`` without the results of attention (its output and the logsumexp of its softmax)."""
@@ -61,9 +65,9 @@ OFFLOADED = (INPUT, PRODUCT, *RESIDUALS[3:], "residual")
 
 
 _LEGAL = (
-    f"give one of {', '.join(name for name in get_args(Name) if name != 'compact')}, offload with the share of tokens "
-    '("offload:0.5"), compact with the share of elements to keep ("compact:0.25"), or several with their numbers of '
-    'layers, such as "none=8,full=24".'
+    f"give one of {', '.join(name for name in get_args(Name) if name not in ('save', 'compact'))}, save with values of "
+    f'{", ".join(VALUES)} ("save:qkv+attention"), offload with the share of tokens ("offload:0.5"), compact with the '
+    'share of elements to keep ("compact:0.25"), or several with their numbers of layers, such as "none=8,full=24".'
 )
 
 
@@ -89,11 +93,20 @@ def parse(remat: str) -> tuple[tuple[Policy, int | None], ...]:
 def _legal(policy: Policy) -> bool:
     name, colon, share = policy.partition(":")
     if not colon:
-        return name in get_args(Name) and name != "compact"
+        return name in get_args(Name) and name not in ("save", "compact")
+    if name == "save":
+        values = share.split("+")
+        return set(values) <= set(VALUES) and len(set(values)) == len(values)
     try:
         return (name == "offload" and 0 <= float(share) <= 1) or (name == "compact" and 0 < float(share) < 1)
     except ValueError:
         return False
+
+
+def saved_values(policy: Policy) -> tuple[str, ...] | None:
+    """Names in ``VALUES`` that "save" keeps; None for other policies."""
+    name, _, values = policy.partition(":")
+    return tuple(values.split("+")) if name == "save" else None
 
 
 def offloaded_share(policy: Policy) -> float | None:
@@ -170,6 +183,9 @@ def checkpointed(name: Policy, body: Body) -> Any:
         return jax.checkpoint(body, prevent_cse=False)
     if name in ("elementwise", "attention"):
         kept = MATMUL_RESULTS if name == "elementwise" else BEFORE_ATTENTION
+        return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+    if (values := saved_values(name)) is not None:
+        kept = [one for value in values for one in VALUES[value]]
         return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
     if (share := offloaded_share(name)) is not None:
         away = policies.save_and_offload_only_these_names(

@@ -1,13 +1,15 @@
 """Remat solver: what each layer keeps, computes again, or moves to the host, in the least time under memory budgets.
 
-A policy says what becomes of the values of a layer between the passes, so the number of layers with each policy
-determines for how many layers each value is retained: a few integers per segment of the model instead of a choice for
-every value of every layer. This is a small integer program, minimal time under a memory bound, as Moccasin states
-rematerialisation with retention intervals (arXiv:2304.14463, section 2), with ProTrain's third choice for a block,
-which is to move its activations to the host (arXiv:2406.08334), of all tokens or of MEMO's share of them
-(arXiv:2407.12117). Copies cost what the passes beside them do not hide. Sizes are measured by the compiler: the step is
-compiled with each named policy for all layers, then with the solution; the difference between the solution's program
-and the sum of its parts corrects the bounds for another try.
+Moccasin (arXiv:2304.14463, section 2) states rematerialisation with intervals in which each value is retained. A
+value of a block is needed in the block's forward pass and in its backward pass: it is retained in between, or
+computed once more. So a block's intervals are the set of values that it keeps ("save:qkv+attention"), and the number
+of layers with each set says for how many layers each value is retained: a few integers per segment of the model
+instead of a choice for every value of every layer. This is a small integer program, minimal time under a memory
+bound, with ProTrain's third choice for a block, which is to move its activations to the host (arXiv:2406.08334), of
+all tokens or of MEMO's share of them (arXiv:2407.12117). Copies cost what the passes beside them do not hide. Sizes
+are measured by the compiler: the step is compiled with each named policy for all layers, which sets of values share
+by their widths, then with the solution; the difference between the solution's program and the sum of its parts
+corrects the bounds for another try.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.models import DecoderConfig
-from jaxllm.models.remat import RematError
+from jaxllm.models.remat import VALUES, RematError
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.hardware import Cluster
@@ -43,6 +45,8 @@ SHARE = 1 / 16
 CLOSE = 0.95
 """Fraction of a budget beyond which no better solution is tried."""
 TRIES = 5
+LOOPS = 3
+"""Most policies of a segment: each is a loop of its own in the program."""
 
 
 class StepBytes(NamedTuple):
@@ -168,13 +172,16 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
     if not found and (host is None or min(one.bytes for one in named.values()) > budget):
         raise _nothing_fits(named, budget, host)
     base = named["full"]
+    sizes = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
+    sizes |= saved_bytes(model, sizes)
+    there_of = {name: named[name].host / model.layers if name in named else 0.0 for name in sizes}
     layer = {
         name: LayerCost(
-            (one.bytes - base.bytes) / model.layers,
-            one.host / model.layers,
+            sizes[name],
+            there_of[name],
             [recomputed_flops(name, model, group, seq_len) for group, _ in model.segments],
         )
-        for name, one in named.items()
+        for name in sorted(sizes, key=lambda name: (not there_of[name], sizes[name]))  # those on the host come first
     }
     tried: dict[str, RematCandidate] = {}
     more = there = 0.0  # bytes of a mixed program beyond the sum of its parts
@@ -198,6 +205,32 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
         raise _nothing_fits(named, budget, host)
     remat = min(found, key=lambda one: (seconds(found[one]), -found[one].bytes))
     return RematSolution(remat, found[remat], named, tried)
+
+
+def saved_bytes(model: DecoderConfig, named: Mapping[str, float]) -> dict[str, float]:
+    """Bytes of a layer beside what "full" saves, for each set of values that "save" can keep and no named policy does.
+
+    The results of attention are what "elementwise" keeps and "attention" does not; the other values share what
+    "attention" keeps by their widths.
+
+    Args:
+        model: the model.
+        named: the same of the named policies.
+    """
+    widths = dict.fromkeys(VALUES, 0)
+    for block in model.blocks:
+        layer, inner = block.attention, block.mlp.inner_widths(model.embed_dim)
+        widths["qkv"] += layer.heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
+        widths["residual"] += model.embed_dim
+        widths["inner"] += inner.get("gate", 0) + inner.get("up", 0)
+    del widths["attention"]
+    if any(block.mlp.last_macs(model.embed_dim) == 0 for block in model.blocks):
+        del widths["inner"]  # a mixture's: routed experts compute theirs again whatever is kept
+    sizes = {value: named["attention"] * width / sum(widths.values()) for value, width in widths.items()}
+    sizes["attention"] = named["elementwise"] - named["attention"]
+    values = [value for value in VALUES if value in sizes]
+    sets = (kept for n in range(1, len(values)) for kept in itertools.combinations(values, n))
+    return {"save:" + "+".join(kept): sum(map(sizes.__getitem__, kept)) for kept in sets if set(kept) != set(widths)}
 
 
 def hidden_share(none: RematCandidate, whole: RematCandidate, host: HostTier, forward: float) -> float:
@@ -248,6 +281,8 @@ def solve_policies(
 ) -> list[list[tuple[str, int]]] | None:
     """Integer program: for each segment the number of repeats with each policy, without zeros; None if nothing fits.
 
+    A segment has at most ``LOOPS`` policies.
+
     Args:
         model: the model.
         layer: cost of each policy.
@@ -264,17 +299,21 @@ def solve_policies(
     of_segment = np.array([[float(s == one) for s, _ in pairs] for one in range(len(segments))])
     repeats = np.array([count for _, count in segments], float)
     scale = max(1.0, float(np.abs(sizes).max()))  # scales bytes and times to about one, for the solver
-    # Variables: the counts, then the exposed seconds of copies out and back.
-    price = np.append(flops if host is None else flops * host.seconds_per_flop, [0.0, 0.0] if host is None else [1, 1])
-    unit = max(price.max(), 1e-300) if host is None else max(forward * host.seconds_per_flop, 1e-300)
+    # Variables: the counts, whether each is not zero, and the exposed seconds of copies out and back.
+    prices = flops if host is None else flops * host.seconds_per_flop
+    unit = max(prices.max(), 1e-300) if host is None else max(forward * host.seconds_per_flop, 1e-300)
 
-    def rows(matrix: np.ndarray, out: float = 0.0, back: float = 0.0) -> np.ndarray:
+    def rows(matrix: np.ndarray, used: np.ndarray | None = None, out: float = 0.0, back: float = 0.0) -> np.ndarray:
         matrix = np.atleast_2d(matrix)
-        return np.hstack([matrix, np.tile([[out, back]], (len(matrix), 1))])
+        used = np.zeros_like(matrix) if used is None else np.atleast_2d(used)
+        return np.hstack([matrix, used, np.tile([[out, back]], (len(matrix), 1))])
 
+    most = np.diag(-(of_segment.T @ repeats))
     constraints = [
         optimize.LinearConstraint(rows(of_segment), repeats, repeats),  # pyright: ignore[reportArgumentType]
         optimize.LinearConstraint(rows(sizes / scale), -np.inf, room / scale),
+        optimize.LinearConstraint(rows(np.eye(count), most), -np.inf, 0.0),
+        optimize.LinearConstraint(rows(np.zeros_like(of_segment), of_segment), -np.inf, LOOPS),
     ]
     if host is not None:
         copies, again = there * host.seconds_per_byte / unit, flops * host.seconds_per_flop / unit
@@ -284,8 +323,8 @@ def solve_policies(
             optimize.LinearConstraint(rows(copies, out=-1.0), -np.inf, pass_),
             optimize.LinearConstraint(rows(copies - again, back=-1.0), -np.inf, 2 * pass_),
         ]
-    whole = np.append(np.ones(count), [0, 0])
-    scaled = np.append(price[:count] / unit, price[count:])
+    whole = np.concatenate([np.ones(2 * count), [0, 0]])
+    scaled = np.concatenate([prices / unit, np.zeros(count), [0.0, 0.0] if host is None else [1.0, 1.0]])
 
     def least(objective: np.ndarray, *more: optimize.LinearConstraint) -> optimize.OptimizeResult:
         bounds = optimize.Bounds(0, np.inf)
@@ -295,8 +334,8 @@ def solve_policies(
     if not found.success:
         return None
     # Among solutions of equal time, save most on the device: that recomputes the fewest elementwise operations.
-    most = np.append(-sizes / scale, [0.0, 0.0])
-    found = least(most, optimize.LinearConstraint(scaled[None], -np.inf, found.fun + 1e-6))
+    kept = np.concatenate([-sizes / scale, np.zeros(count), [0.0, 0.0]])
+    found = least(kept, optimize.LinearConstraint(scaled[None], -np.inf, found.fun + 1e-6))
     numbers = {pair: round(x) for pair, x in zip(pairs, found.x[:count], strict=True)}
     return [[(name, numbers[s, name]) for name in layer if numbers[s, name]] for s in range(len(segments))]
 

@@ -16,7 +16,7 @@ from jaxllm.models import (
     DecoderConfig,
     compact_matmul,
 )
-from jaxllm.models.remat import Policy, compact_share, offloaded_share, policies_by_layer
+from jaxllm.models.remat import Policy, compact_share, offloaded_share, policies_by_layer, saved_values
 
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
@@ -64,9 +64,9 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
 
     "none" and "elementwise" save all matmul results, "attention" those of matmuls with weights. "full" recomputes a
     block's matmuls except for the last of a dense block: the gradients need its input, not its output. "sqrt"
-    recomputes the whole forward pass once more. "offload" recomputes the matmuls of the tokens that are not offloaded
-    to the host, except for the last, and those of experts. "compact" adds projections of each matmul's saved input to
-    a narrow space and back.
+    recomputes the whole forward pass once more. "save" recomputes what it does not keep. "offload" recomputes the
+    matmuls of the tokens that are not offloaded to the host, except for the last, and those of experts. "compact"
+    adds projections of each matmul's saved input to a narrow space and back.
     """
     if policy in ("none", "elementwise"):
         return 0.0
@@ -79,10 +79,27 @@ def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[Blo
         elif (part := compact_share(policy)) is not None:
             inputs = (*block.attention.matmul_inputs(config.embed_dim), *block.mlp.matmul_inputs(config.embed_dim))
             total += 4.0 * sum(n * inner * compact_matmul.projection_width(part, inner) for inner, n in inputs)
+        elif (values := saved_values(policy)) is not None:
+            total += sum(flops for value, flops in value_flops(config, block, seq_len).items() if value not in values)
         elif (share := offloaded_share(policy)) is not None:
             # The residual stream after attention is offloaded for all tokens: the output projection is not recomputed.
-            to_stream = 2.0 * config.embed_dim * block.attention.heads * block.attention.value_dim
+            to_stream = value_flops(config, block, seq_len)["residual"]
             total += (1 - share) * (_block_matmul_flops(config, block) - last - to_stream)
         else:
             total += (attended + _block_matmul_flops(config, block)) * (2 if policy == "sqrt" else 1) - last
     return total
+
+
+def value_flops(config: DecoderConfig, block: BlockConfig, seq_len: int) -> dict[str, float]:
+    """FLOPs of one token that compute each of ``jaxllm.models.remat.VALUES`` from those before it.
+
+    A block's gradient needs them all, so that each is computed once more if it is not kept.
+    """
+    layer = block.attention
+    to_stream = 2.0 * config.embed_dim * layer.heads * layer.value_dim
+    return {
+        "qkv": 2.0 * layer.weight_macs(config.embed_dim) - to_stream,
+        "attention": 2.0 * layer.attention_macs * causal_mean(seq_len, layer.window),
+        "residual": to_stream,
+        "inner": 2.0 * (block.mlp.weight_macs(config.embed_dim) - block.mlp.last_macs(config.embed_dim)),
+    }

@@ -75,6 +75,20 @@ def test_attention_keeps_what_goes_into_it_and_not_what_comes_out():
     assert more == 2, "scores and values, and no product with a weight"
 
 
+@pytest.mark.parametrize(
+    ("values", "numbers"),
+    [("attention", 2 * (8 + 1)), ("qkv", (2 + 2) * 8), ("residual", 16), ("inner", 2 * 24), ("inner+attention", 66)],
+)
+def test_save_keeps_the_values_that_it_names(values, numbers):
+    """Per token of 2 x 5, besides the block's input; attention's sums of a softmax are one per head."""
+    assert size(traced(f"save:{values}")) - size(traced("full")) == LAYERS * 2 * 5 * numbers
+
+
+def test_save_of_all_values_is_elementwise():
+    assert size(traced("save:qkv+attention+residual+inner")) == size(traced("elementwise"))
+    assert size(traced("save:qkv+residual+inner")) == size(traced("attention"))
+
+
 def test_square_root_keeps_the_inputs_of_runs():
     """Four layers: the inputs of two groups, and two within the current group; nested loops, twice."""
     config = dataclasses.replace(CONFIG, layers=4, remat="sqrt")
@@ -123,6 +137,9 @@ def test_layers_can_have_policies_of_their_own():
         ("some", "give one of none, elementwise, attention, full, sqrt, offload"),
         ("offload:2", "with the share of tokens"),
         ("full:0.5", "with the share of tokens"),
+        ("save", "save with values of qkv, attention, residual, inner"),
+        ("save:gate", "save with values of"),
+        ("save:qkv+qkv", "save with values of"),
         ("full=0,none", "give one of"),
         ("full,none=2", "only the last value may omit"),
         ("full=4", "covers 4 layers, but the model has 8"),
@@ -137,7 +154,7 @@ def test_what_does_not_fit_is_refused(text, said):
         remat.policies_by_segment(text, ((("a",), 2), (("b", "c"), 3)))
 
 
-@pytest.mark.parametrize("remat", ["none", "elementwise", "attention", "full"])
+@pytest.mark.parametrize("remat", ["none", "elementwise", "attention", "full", "save:attention"])
 def test_gathered_weights_are_gathered_again(remat):
     """ZeRO-3: if gathered weights were saved between the passes, every device would hold the whole model."""
     for aval in kept(traced(remat, "fsdp=2")):

@@ -14,6 +14,7 @@ from jaxllm.models.remat import RematError, offloaded_share, policies_by_layer
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.remat_solver import (
     HOSTED,
+    LOOPS,
     NAMED,
     SHARE,
     HostTier,
@@ -27,9 +28,10 @@ from jaxllm.plan.remat_solver import (
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
 from tests import tiny
+from tests.plan.test_recompute import ALL
 
 NAMES = (*HOSTED, *NAMED)
-DEVICE = {"offload:0": -20, "offload": -20, "full": 0, "attention": 70, "elementwise": 90, "none": 200}
+DEVICE = {"offload:0": -20, "offload": -20} | ALL
 HOST = {"offload:0": 40, "offload": 110, "full": 0, "attention": 0, "elementwise": 0, "none": 0}
 BASE = 1000
 
@@ -67,6 +69,7 @@ def fastest_is_found(seed: int) -> float:
         [
             [(name, names.count(name)) for name in NAMES if name in names]
             for names in itertools.combinations_with_replacement(NAMES, n)
+            if len(set(names)) <= LOOPS
         ]
         for _, n in segments
     ]

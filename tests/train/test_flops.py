@@ -125,8 +125,12 @@ def test_a_gradient_does_again_what_is_counted():
         attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None) * (2 if remat == "sqrt" else 1)  # of both products
         return added / config.layers - attended + attended / causal_mean(seq_len, None) * seq_len
 
-    for remat in ("attention", "full", "sqrt"):
+    for remat in ("attention", "full", "sqrt", "save:inner", "save:qkv+residual"):  # none of them keeps attention's
         assert counted(remat) - counted("none") == rows * seq_len * ours(remat)
+    for values in ("attention", "attention+residual", "qkv+attention", "inner+attention"):
+        kept = dataclasses.replace(config, remat=f"save:{values}")
+        more = hardware_flops_per_token(kept, seq_len) - train_flops_per_token(kept, seq_len)
+        assert counted(kept.remat) - counted("none") == rows * seq_len * more / config.layers
     for share in (0.0, 0.5, 1.0):  # of two tokens, one; and no attention
         kept = dataclasses.replace(config, remat=f"offload:{share}")
         more = hardware_flops_per_token(kept, seq_len) - train_flops_per_token(kept, seq_len)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.models import functional
+from jaxllm.models.remat import VALUES
 from jaxllm.train import value_and_grad
 from tests import quick, tiny
 from tests.proofs.harness import proof
@@ -29,6 +31,19 @@ def result(remat: str, accumulate: int, seed: int) -> tuple[float, Any]:
     batch = jax.tree.map(jnp.asarray, tiny.batch(seed, 4, 12, config.vocab_size, packed=True, padding=True))
     sums, grads = quick.jit(value_and_grad(functional(config), accumulate=accumulate))(params, batch)
     return float(sums.loss / sums.count), grads
+
+
+@proof(
+    "policies",
+    cases=[f"save:{'+'.join(kept)}" for n in (1, 2, 3, 4) for kept in itertools.combinations(VALUES, n)],
+    sample=1,
+    bound={"loss": 1e-10, "grads": 1e-10},
+    float64=True,
+)
+def kept_values(remat: str) -> dict[str, float]:
+    """Every set of kept values, in two micro-batches, against no remat in one."""
+    (loss, grads), (want, wanted) = result(remat, 2, 1), result("none", 1, 1)
+    return {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}
 
 
 @proof(
