@@ -224,8 +224,8 @@ def saved_bytes(model: DecoderConfig, named: Mapping[str, float]) -> dict[str, f
         widths["residual"] += model.embed_dim
         widths["inner"] += inner.get("gate", 0) + inner.get("up", 0)
     del widths["attention"]
-    if any(block.mlp.last_macs(model.embed_dim) == 0 for block in model.blocks):
-        del widths["inner"]  # a mixture's: routed experts compute theirs again whatever is kept
+    if not widths["inner"]:
+        del widths["inner"]  # of mixtures alone: routed experts compute theirs again whatever is kept
     sizes = {value: named["attention"] * width / sum(widths.values()) for value, width in widths.items()}
     sizes["attention"] = named["elementwise"] - named["attention"]
     values = [value for value in VALUES if value in sizes]

@@ -62,31 +62,35 @@ def hardware_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[BlockConfig], seq_len: int) -> float:
     """FLOPs of one token's matmuls that blocks recompute under a policy of ``model.remat``.
 
-    "none" and "elementwise" save all matmul results, "attention" those of matmuls with weights. "full" recomputes a
-    block's matmuls except for the last of a dense block: the gradients need its input, not its output. "sqrt"
-    recomputes the whole forward pass once more. "save" recomputes what it does not keep. "offload" recomputes the
-    matmuls of the tokens that are not offloaded to the host, except for the last, and those of experts. "compact"
-    adds projections of each matmul's saved input to a narrow space and back.
+    "none" saves all matmul results, "elementwise" all but those of routed experts and their router, "attention" those
+    of matmuls with weights alone. "full" recomputes a block's matmuls except for the last: the gradients need its
+    input, not its output. "sqrt" recomputes the whole forward pass once more. "save" recomputes what it does not keep.
+    "offload" recomputes the matmuls of the tokens that are not offloaded to the host, except for the last, and those of
+    experts (and the router's, which it really keeps of its share of the tokens). "compact" adds projections of each
+    matmul's saved input to a narrow space and back.
     """
-    if policy in ("none", "elementwise"):
+    if policy == "none":
         return 0.0
     total = 0.0
     for block in blocks:
-        attended = 2.0 * block.attention.attention_macs * causal_mean(seq_len, block.attention.window)
-        last = 2.0 * block.mlp.last_macs(config.embed_dim)
-        if policy == "attention":
-            total += attended
-        elif (part := compact_share(policy)) is not None:
+        values, unnamed = value_flops(config, block, seq_len), 2.0 * block.mlp.unnamed_macs(config.embed_dim)
+        again = sum(values.values()) + unnamed
+        if (part := compact_share(policy)) is not None:
             inputs = (*block.attention.matmul_inputs(config.embed_dim), *block.mlp.matmul_inputs(config.embed_dim))
             total += 4.0 * sum(n * inner * compact_matmul.projection_width(part, inner) for inner, n in inputs)
-        elif (values := saved_values(policy)) is not None:
-            total += sum(flops for value, flops in value_flops(config, block, seq_len).items() if value not in values)
+        elif policy == "elementwise":
+            total += unnamed
+        elif policy == "attention":
+            total += values["attention"] + unnamed
+        elif (kept := saved_values(policy)) is not None:
+            total += again - sum(values[value] for value in kept)
         elif (share := offloaded_share(policy)) is not None:
             # The residual stream after attention is offloaded for all tokens: the output projection is not recomputed.
-            to_stream = value_flops(config, block, seq_len)["residual"]
-            total += (1 - share) * (_block_matmul_flops(config, block) - last - to_stream)
+            total += unnamed + (1 - share) * (values["qkv"] + values["inner"])
+        elif policy == "sqrt":
+            total += 2 * again + 2.0 * block.mlp.last_macs(config.embed_dim)
         else:
-            total += (attended + _block_matmul_flops(config, block)) * (2 if policy == "sqrt" else 1) - last
+            total += again
     return total
 
 
@@ -95,11 +99,12 @@ def value_flops(config: DecoderConfig, block: BlockConfig, seq_len: int) -> dict
 
     A block's gradient needs them all, so that each is computed once more if it is not kept.
     """
-    layer = block.attention
+    layer, mlp = block.attention, block.mlp
     to_stream = 2.0 * config.embed_dim * layer.heads * layer.value_dim
     return {
         "qkv": 2.0 * layer.weight_macs(config.embed_dim) - to_stream,
         "attention": 2.0 * layer.attention_macs * causal_mean(seq_len, layer.window),
         "residual": to_stream,
-        "inner": 2.0 * (block.mlp.weight_macs(config.embed_dim) - block.mlp.last_macs(config.embed_dim)),
+        "inner": 2.0 * (mlp.weight_macs(config.embed_dim) - mlp.last_macs(config.embed_dim))
+        - 2.0 * mlp.unnamed_macs(config.embed_dim),
     }

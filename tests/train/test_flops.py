@@ -96,12 +96,17 @@ def test_what_is_done_again_by_hand():
     assert hardware_flops_per_token(dataclasses.replace(config, remat="full"), 13) == model + 2 * 2 * again
 
 
-def test_a_gradient_does_again_what_is_counted():
-    """Matmuls in the gradient of a scanned layer, with full recomputation, less those without any."""
-    embed, mlp, rows, seq_len = 64, 160, 3, 2
+@pytest.mark.parametrize("moe", [None, (4, 2, 32, True), (4, 2, 32, True, 24)])
+def test_a_gradient_does_again_what_is_counted(moe):
+    """Matmuls in the gradient of a scanned layer, with full recomputation, less those without any.
+
+    A dense layer, a mixture, whose 4 x 2 x 2 rows fill their buffers, and one with a shared expert.
+    """
+    embed, mlp, rows, seq_len = 64, 160, 4, 2
     config = tiny.decoder(
-        dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=4, vocab_size=32, unroll=1
-    )
+        dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=4, vocab_size=32, unroll=1,
+        moe=moe,
+    )  # fmt: skip
 
     def counted(remat: str) -> int:
         model = functional(dataclasses.replace(config, remat=remat))
@@ -127,11 +132,13 @@ def test_a_gradient_does_again_what_is_counted():
 
     for remat in ("attention", "full", "sqrt", "save:inner", "save:qkv+residual"):  # none of them keeps attention's
         assert counted(remat) - counted("none") == rows * seq_len * ours(remat)
-    for values in ("attention", "attention+residual", "qkv+attention", "inner+attention"):
-        kept = dataclasses.replace(config, remat=f"save:{values}")
+    sets = ("attention", "attention+residual", "qkv+attention", "inner+attention")
+    for policy in ("elementwise", *(f"save:{values}" for values in sets)):
+        kept = dataclasses.replace(config, remat=policy)
         more = hardware_flops_per_token(kept, seq_len) - train_flops_per_token(kept, seq_len)
         assert counted(kept.remat) - counted("none") == rows * seq_len * more / config.layers
     for share in (0.0, 0.5, 1.0):  # of two tokens, one; and no attention
         kept = dataclasses.replace(config, remat=f"offload:{share}")
         more = hardware_flops_per_token(kept, seq_len) - train_flops_per_token(kept, seq_len)
-        assert counted(kept.remat) - counted("none") == rows * seq_len * more / config.layers
+        router = 0 if moe is None else share * 2 * embed * moe[0]  # kept like other products, and counted
+        assert counted(kept.remat) - counted("none") == rows * seq_len * (more / config.layers - router)

@@ -149,7 +149,11 @@ class FeedForwardLayer:
         raise NotImplementedError
 
     def last_macs(self, embed_dim: int) -> int:
-        """Multiply-adds of one token in the last matmul, which full recomputation leaves out; 0 if it repeats all."""
+        """Multiply-adds of one token in the last matmuls, which full recomputation leaves out; 0 if it repeats all."""
+        return 0
+
+    def unnamed_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token whose results have no ``checkpoint_name``: all recomputation repeats them."""
         return 0
 
     def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:

@@ -86,6 +86,14 @@ class MoeConfig(FeedForwardLayer):
         """Multiply-adds of one token with the weights of the router, its experts and the shared expert."""
         return embed_dim * (self.experts + 3 * (self.top_k * self.hidden + self.shared))
 
+    def last_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token in the down projections."""
+        return embed_dim * (self.top_k * self.hidden + self.shared)
+
+    def unnamed_macs(self, embed_dim: int) -> int:
+        """Multiply-adds of one token in the router, and in the gate and up projections of its experts."""
+        return embed_dim * (self.experts + 2 * self.top_k * self.hidden)
+
     def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
         """Inputs of the router and the shared expert."""
         return ((embed_dim, 3), (self.shared, 1)) if self.shared else ((embed_dim, 1),)
