@@ -207,7 +207,7 @@ class _OpCounter:
         sides = [n for n, axis in zip(shape, axes, strict=True) if axis != "experts"]
         into = math.prod(sides[:-1]) if axes[-1] in STREAM_AXES else sides[0]
         matrix = math.prod(sides)
-        passes = self._passes(last=leaf.name.endswith("mlp/down"))
+        passes = self._passes(last=leaf.name.endswith("/down"))
         flops = 2.0 * tokens * matrix * passes
         weights = matrix * self.weight_width * read * passes
         moved = tokens * (into + matrix // into) * self.width * passes
