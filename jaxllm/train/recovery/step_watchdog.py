@@ -5,7 +5,9 @@ its batch, and says so when that is too long; it says it again after twice, four
 the run, because a slow step and a hanging one look the same; lost processes are ended by ``jaxllm.parallel.heartbeat``.
 
 In a run of several processes each posts its step and phase, and the warning names those that are behind: devices wait
-in a collective for the process that has not reached it (as in C4, arXiv:2406.04594, by phases of the host alone).
+in a collective for the process that has not reached it (as in C4, arXiv:2406.04594, by phases of the host alone). In an
+elastic run the same phases, and the times of each step, also go to the supervisor, which ends a process that hangs
+(``jaxllm.parallel.elastic.rank_monitor``).
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from jaxllm.parallel.distributed import ProcessGroup
+from jaxllm.parallel.elastic.rank_monitor import BATCH, HOST, KEPT, LoopPosition, RankReporter
+from jaxllm.parallel.elastic.rank_monitor import WAITING as DEVICES
+from jaxllm.parallel.elastic.slow_ranks import RankStepTimes
 
 TOPIC = "step phases"
-DEVICES, BATCH, HOST = "waits for its devices", "waits for its batch", "is busy on its host"
+SAVING, EVALUATING = "saves", "evaluates"
 
 
 class StepPhase(NamedTuple):
@@ -32,7 +37,7 @@ class StepPhase(NamedTuple):
 
     Attributes:
         step: number of the step, from 1.
-        what: ``DEVICES``, ``BATCH`` or ``HOST``.
+        what: ``DEVICES``, ``BATCH``, ``HOST``, ``SAVING`` or ``EVALUATING``.
         since: ``time.monotonic()`` of its beginning; in a posted phase, seconds that it has lasted.
     """
 
@@ -52,6 +57,7 @@ class StepWatchdog:
         seconds: the loop may wait so long for one step; 0: no watchdog.
         report: receives the message, in the watchdog's thread.
         group: the processes of the run.
+        reporter: sends the phases to the supervisor of an elastic run; None for others.
     """
 
     def __init__(
@@ -59,16 +65,23 @@ class StepWatchdog:
         seconds: float,
         report: Callable[[str], None] = _to_stderr,
         group: ProcessGroup = ProcessGroup(),  # noqa: B008
+        reporter: RankReporter | None = None,
     ):
         self._seconds = seconds
         self._report = report
         self._group = group
         self._loop = threading.current_thread()
         self._phase: StepPhase | None = None
+        self._reporter = reporter
+        self._spent = {BATCH: 0.0, HOST: 0.0, DEVICES: 0.0}
+        self._late = 0.0
+        self._steps: tuple[RankStepTimes, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="step-watchdog", daemon=True)
 
     def __enter__(self) -> StepWatchdog:
+        if self._reporter is not None:
+            self._reporter.position = self.position
         if self._seconds:
             self._thread.start()
         return self
@@ -83,11 +96,27 @@ class StepWatchdog:
     @contextlib.contextmanager
     def waiting_for(self, step: int) -> Iterator[None]:
         """Context manager around a call that returns when the devices have taken or finished ``step``."""
-        self._phase = StepPhase(step, DEVICES, time.monotonic())
+        self._enter(step, DEVICES)
         try:
             yield
         finally:
-            self._phase = StepPhase(step, HOST, time.monotonic())
+            self._enter(step, HOST)
+
+    @contextlib.contextmanager
+    def busy(self, step: int, what: str) -> Iterator[None]:
+        """Context manager around work between two steps that is no part of either: ``SAVING`` or ``EVALUATING``."""
+        self._enter(step, what)
+        try:
+            yield
+        finally:
+            self._enter(step, HOST)
+
+    def position(self) -> LoopPosition:
+        """Position of the loop, for the supervisor of an elastic run."""
+        phase = self._phase
+        if phase is None:
+            return LoopPosition()
+        return LoopPosition(phase.step, phase.what, round(time.monotonic() - phase.since, 3), self._steps)
 
     def batches(self, batches: Iterator[tuple[int, Any]], first: int) -> Iterator[tuple[int, Any]]:
         """The same batches; waiting for one is watched.
@@ -98,15 +127,30 @@ class StepWatchdog:
         """
         number = first
         while True:
-            self._phase = StepPhase(number + 1, BATCH, time.monotonic())
+            self._enter(number + 1, BATCH)
             try:
                 number, batch = next(batches)
             except StopIteration:
                 return
             finally:
-                self._phase = StepPhase(number + 1, HOST, time.monotonic())
+                self._enter(number + 1, HOST)
             yield number, batch
+            self._end_step(number + 1)
             number += 1
+
+    def _enter(self, step: int, what: str) -> None:
+        """Ends the current phase, whose time counts for the step that the loop is in, and begins another."""
+        now = time.monotonic()
+        if self._phase is not None and self._phase.what in self._spent:
+            self._spent[self._phase.what] += now - self._phase.since
+        self._phase = StepPhase(step, what, now)
+
+    def _end_step(self, step: int) -> None:
+        self._enter(step, HOST)
+        late = 0.0 if self._reporter is None else self._reporter.late
+        times = RankStepTimes(step, self._spent[BATCH], self._spent[HOST], self._spent[DEVICES], late - self._late)
+        self._late, self._spent = late, dict.fromkeys(self._spent, 0.0)
+        self._steps = (*self._steps, times)[-KEPT:]
 
     def _watch(self) -> None:
         reported: StepPhase | None = None
@@ -120,7 +164,7 @@ class StepWatchdog:
                 self._group.post(TOPIC, json.dumps([phase.step, phase.what, round(spent, 1), socket.gethostname()]))
             if phase != reported:
                 limit = self._seconds
-            if phase.what == HOST or spent < limit:
+            if phase.what not in (BATCH, DEVICES) or spent < limit:
                 continue
             self._report(self._warning(phase, spent))
             reported, limit = phase, 2 * limit
