@@ -340,7 +340,8 @@ def run_until(
             if summary := recorder.profiler.after_step(done, wait_for_devices):
                 view.say(summary)
 
-            last = stopped() or done == config.steps
+            with watchdog.waiting_for(done):  # the devices agree about signals one step later
+                last = stopped() or done == config.steps
             place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:

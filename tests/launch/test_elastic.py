@@ -124,6 +124,18 @@ def test_a_silent_process_is_hung(watched: Watched):
     assert 2.0 < watched.now - found.since < 2.3
 
 
+def test_a_process_that_has_ended_is_not_hung(watched: Watched):
+    generation = RunGeneration(1, (0, 1, 2), 3, "k", watched.monitor.address)
+    watched.monitor.watch(generation.name, 3)
+    with RankReporter(generation, 1):
+        time.sleep(0.3)
+    for _ in range(40):
+        for rank in (0, 2):
+            watched.send(rank, 7, HOST, 0.1, generation.name)
+        assert watched.monitor.poll() is None
+        watched.now += 0.1
+
+
 def test_nobody_is_hung_if_the_supervisor_did_not_run(watched: Watched):
     for rank in range(3):
         watched.send(rank, 7, WAITING, 0.1)

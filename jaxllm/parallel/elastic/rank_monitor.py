@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ KEPT = 8
 """Steps whose times each datagram repeats, because datagrams may be lost."""
 WAITING, BATCH, HOST = "waits for its devices", "waits for its batch", "is busy on its host"
 """Phases of a training loop, as ``step_watchdog`` posts them; saves and evaluations are others."""
+ENDED = "has ended its loop"
+"""Phase of a process that sends no more datagrams because its run is complete."""
 
 
 class RankFailure(NamedTuple):
@@ -113,6 +116,9 @@ class RankReporter:
                     link.sendto(json.dumps({**self._about, "at": self.position()}).encode(), self._to)
                 with contextlib.suppress(OSError, ValueError):
                     self.reform = json.loads(link.recv(2**16)) == self._about["generation"] or self.reform
+            for _ in range(3):  # a datagram may be lost
+                with contextlib.suppress(OSError):
+                    link.sendto(json.dumps({**self._about, "at": LoopPosition(phase=ENDED)}).encode(), self._to)
 
 
 @dataclass
@@ -172,7 +178,7 @@ class RankMonitor:
         if slow is not None:
             parts = {"batch": "waits for its batches", "host": "its host is busy", "stopped": "it does not run"}
             what = f"was {slow.behind:.2f} s behind the others in each step up to {slow.step}: {parts[slow.phase]}"
-            return RankFailure(slow.rank, "slow", self._clock(), what, slow.step)
+            return RankFailure(slow.rank, "slow", self._clock() - slow.lasting, what, slow.step)
         return self._hung()
 
     def _receive(self, about: dict[str, Any], address: Any) -> SlowRank | None:
@@ -181,6 +187,8 @@ class RankMonitor:
         step, phase, seconds, steps = about["at"]
         one = self._ranks[about["rank"]]
         one.when, one.address = self._clock(), address
+        if phase == ENDED:
+            one.when = math.inf
         one.at = LoopPosition(step, phase, seconds, tuple(RankStepTimes(*times) for times in steps))
         found = None
         for times in one.at.steps:

@@ -2,8 +2,8 @@
 
 A step of SPMD training takes equally long in all processes, because the collectives of a step wait for the slowest. So
 the time of a step names nobody. What a process spends by itself does: the wait for its batch, the work of its host
-between two steps, and time in which it was ready to run and did not. The process whose own time is longer than the
-median of the others by a share of the step, in several consecutive steps, is slow.
+between two steps, and time in which it was ready to run and did not. The process with the longest own time, if that is
+longer than the median of the others by a share of the step, in several consecutive steps, is slow.
 
     C4: Boosting Large-scale Parallel Training Efficiency with Fault Detection (arXiv:2406.04594), which compares the
     arrival of ranks at collectives; here own times of hosts are compared, because a step is one program.
@@ -58,12 +58,14 @@ class SlowRank(NamedTuple):
         rank: the process.
         step: last of the compared steps.
         behind: seconds that it was behind the median of the others in that step.
+        lasting: duration of the compared steps, in seconds.
         phase: "batch", "host" or "stopped", by which it was behind most.
     """
 
     rank: int
     step: int
     behind: float
+    lasting: float
     phase: str
 
 
@@ -71,7 +73,7 @@ class SlowRanks:
     """Comparison of the own times of all processes, step by step.
 
     Args:
-        ranks: number of processes; with fewer than three nobody can be named.
+        ranks: number of processes; with fewer than three nobody is named.
         share: of the step that a process has to be behind; 0: nobody is named.
     """
 
@@ -79,7 +81,7 @@ class SlowRanks:
         self._ranks, self._share = ranks, share
         self._steps: dict[int, dict[int, RankStepTimes]] = {}
         self._compared = 0
-        self._behind = [0] * ranks
+        self._strikes: tuple[int, list[float]] = (0, [])  # rank, and durations of the steps in which it was behind
 
     def add(self, rank: int, times: RankStepTimes) -> SlowRank | None:
         """Adds the times of a step in one process; names a process once the times of its last steps show it."""
@@ -96,17 +98,16 @@ class SlowRanks:
 
     def _compare(self, step: int, times: Mapping[int, RankStepTimes]) -> SlowRank | None:
         duration = statistics.median(one.total for one in times.values())
-        worst: SlowRank | None = None
-        for rank, mine in times.items():
-            others = [one for other, one in times.items() if other != rank]
-            behind = mine.own - statistics.median(one.own for one in others)
-            slow = behind > max(FLOOR, self._share * duration)
-            self._behind[rank] = self._behind[rank] + 1 if slow else 0
-            if self._behind[rank] >= STEPS and (worst is None or behind > worst.behind):
-                parts = {"batch": "batch", "host": "host", "late": "stopped"}
-                gaps = {
-                    name: getattr(mine, field) - statistics.median(getattr(one, field) for one in others)
-                    for field, name in parts.items()
-                }
-                worst = SlowRank(rank, step, behind, max(gaps, key=lambda name: gaps[name]))
-        return worst
+        slowest = max(times, key=lambda rank: times[rank].own)
+        others = [one for rank, one in times.items() if rank != slowest]
+        behind = times[slowest].own - statistics.median(one.own for one in others)
+        before = self._strikes[1] if self._strikes[0] == slowest else []
+        strikes = [*before, duration] if behind > max(FLOOR, self._share * duration) else []
+        self._strikes = slowest, strikes
+        if len(strikes) < STEPS:
+            return None
+        gaps = {
+            name: getattr(times[slowest], field) - statistics.median(getattr(one, field) for one in others)
+            for field, name in (("batch", "batch"), ("host", "host"), ("late", "stopped"))
+        }
+        return SlowRank(slowest, step, behind, sum(strikes), max(gaps, key=lambda name: gaps[name]))
