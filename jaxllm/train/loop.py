@@ -23,7 +23,7 @@ from jaxllm.checkpoint import CheckpointError, StateProvider
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
 from jaxllm.models import param_count
-from jaxllm.observe.event_log import EventLog
+from jaxllm.observe.event_log import EventLog, read_events
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.parallel.elastic.rank_monitor import RankReporter
@@ -164,8 +164,10 @@ def _train(
         events.started(**(start_facts(run) if files.writes else {}))
         state, first = start_state(run, saver)
         jax.block_until_ready(state.params)
+        written = read_events(files.path) if files.writes else []
         for event in () if run.generation is None else run.generation.events:
-            events.record(event)
+            if event not in written:  # a generation that failed before its first step has written them
+                events.record(event)
         events.write("restored" if first else "initialised", step=first)
 
         write_start(run, first)

@@ -7,6 +7,8 @@ import math
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from jax.sharding import AbstractMesh
 from jaxllm.cli.main import main
 from jaxllm.data import Batch
 from jaxllm.observe.event_log import goodput
-from jaxllm.parallel.elastic.elastic_supervisor import ElasticSupervisor
+from jaxllm.parallel.elastic.elastic_supervisor import ElasticSupervisor, is_runnable
 from jaxllm.parallel.elastic.membership import ElasticPolicy, Membership
 from jaxllm.parallel.elastic.rank_monitor import BATCH, HOST, WAITING, LoopPosition, RankMonitor, RankReporter
 from jaxllm.parallel.elastic.run_generation import RunGeneration, detect_generation
@@ -222,6 +224,22 @@ def test_the_others_go_on_without_a_lost_process(tmp_path: Path, monkeypatch: py
     assert "process 1 (slot 1, pid" in said[0]
     assert "lost: was killed by SIGKILL after step 0; its slot is out for 60 s" in said[0]
     assert said[1] == "going on with 2 of 3 processes"
+
+
+def test_a_stopped_process_is_not_runnable():
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        until = time.monotonic() + 20
+        while not is_runnable(busy.pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert is_runnable(busy.pid)
+        busy.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, busy.pid, os.WSTOPPED | os.WNOWAIT)
+        assert not is_runnable(busy.pid)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert not is_runnable(busy.pid)
 
 
 def test_only_data_and_fsdp_shrink():

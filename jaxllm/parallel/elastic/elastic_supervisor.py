@@ -14,11 +14,13 @@ their state is in the peer servers' memory, which outlives them.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxllm.parallel.elastic.membership import ElasticPolicy, Membership
@@ -33,6 +35,8 @@ SETTLE = 0.1
 """Seconds after the first loss in which further losses count as of the same moment."""
 CAUSE = 3.0
 """Seconds to wait for the process whose end the others have followed."""
+STARVED = 4.0
+"""Multiple of ``hung_after`` that a silent process gets while its threads are ready to run."""
 CONSEQUENCES = (EXIT, -signal.SIGABRT)
 """Ends of processes that follow the loss of another: by the heartbeat, and by JAX itself."""
 
@@ -99,7 +103,6 @@ class ElasticSupervisor:
             generation = RunGeneration(
                 number, slots, self._members.slots, self._key, monitor.address, tuple(self._events)
             )
-            self._events = []
             monitor.watch(generation.name, len(slots))
             if not self._starter.alive:
                 self._starter = self._warm_start()
@@ -108,6 +111,8 @@ class ElasticSupervisor:
             code = self._watch(generation, monitor)
             progressed = max(monitor.steps, default=0) > 0
             self._kill()
+            if progressed:  # else its process 0 may not have come to write them
+                del self._events[: len(generation.events)]
             if code is not None:
                 return code
             failures = 0 if progressed else failures + 1
@@ -125,6 +130,8 @@ class ElasticSupervisor:
             failure = monitor.poll()
             codes = [process.poll() for process in self._running]
             self._say_recovered(monitor)
+            if failure is not None and failure.kind == "hung" and self._is_starved(failure):
+                failure = None
             if failure is not None and codes[failure.rank] is None and not self._stopping:
                 self._lose(generation, [failure])
                 return None
@@ -199,6 +206,11 @@ class ElasticSupervisor:
         left = self._members.slots - len(set(range(self._members.slots)) - set(self._members.present(now)))
         self._say(f"going on with {left} of {self._members.slots} processes")
 
+    def _is_starved(self, failure: RankFailure) -> bool:
+        """Whether a silent process is only waiting for a processor, which is told for some time from one that hangs."""
+        silent, pid = time.monotonic() - failure.since, self._running[failure.rank].pid
+        return silent < STARVED * self._policy.hung_after and pid is not None and is_runnable(pid)
+
     def _say_recovered(self, monitor: RankMonitor) -> None:
         if self._failed_at and monitor.steps and min(monitor.steps) > 0:
             took = time.monotonic() - self._failed_at
@@ -244,6 +256,15 @@ class ElasticSupervisor:
         for process in self._running:
             process.wait()
         self._running.clear()
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process runs or waits for a processor; a stopped process has none."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _slots(numbers: set[int]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxllm.parallel.elastic.slow_ranks import SHARE
+
 
 @dataclass(frozen=True)
 class ElasticPolicy:
@@ -23,7 +25,7 @@ class ElasticPolicy:
     longest: float = 3600.0
     least: int = 1
     hung_after: float = 5.0
-    slow: float = 0.4
+    slow: float = SHARE
 
     def __post_init__(self) -> None:
         for name, least in (("away", 0), ("longest", 0), ("least", 1), ("hung_after", 0.5), ("slow", 0)):

@@ -176,9 +176,7 @@ class RankMonitor:
                 with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
                     slow = self._receive(json.loads(data), address) or slow
         if slow is not None:
-            parts = {"batch": "waits for its batches", "host": "its host is busy", "stopped": "it does not run"}
-            what = f"was {slow.behind:.2f} s behind the others in each step up to {slow.step}: {parts[slow.phase]}"
-            return RankFailure(slow.rank, "slow", self._clock() - slow.lasting, what, slow.step)
+            return RankFailure(slow.rank, "slow", self._clock() - slow.lasting, str(slow), slow.step)
         return self._hung()
 
     def _receive(self, about: dict[str, Any], address: Any) -> SlowRank | None:

@@ -19,6 +19,8 @@ STEPS = 3
 """Consecutive steps in which a process has to be behind before it is named."""
 WARMUP = 2
 """First steps of a generation that are not compared: caches are cold and programs are loaded."""
+SHARE = 0.4
+"""Share of a step by which a process has to be behind, by default."""
 FLOOR = 0.05
 """Seconds that a process has to be behind in a step, however short the step is."""
 
@@ -67,6 +69,13 @@ class SlowRank(NamedTuple):
     behind: float
     lasting: float
     phase: str
+
+    def __str__(self) -> str:
+        """The finding in words, without the process."""
+        what = {"batch": "it waits for its batches", "host": "its host is busy", "stopped": "it does not run"}
+        return (
+            f"was {self.behind:.2f} s behind the others in each of {STEPS} steps up to {self.step}: {what[self.phase]}"
+        )
 
 
 class SlowRanks:

@@ -254,7 +254,7 @@ def history_of(seed: int) -> tuple[list[str], bool]:
     sample=1,
     float64=True,
     parallel=False,
-    bound={"curve": 1e-8, "parameters": 1e-8, "seconds": 30.0},
+    bound={"curve": 1e-8, "parameters": 1e-8, "seconds": 120.0},
 )
 def elastic_histories(seed: int) -> dict[str, float]:
     """Processes are killed, stopped, throttled, lost with their memory, two at once, again during recovery; failed
