@@ -179,12 +179,15 @@ def warm_main(arguments: list[str]) -> int:
         Path(rest[0]).write_text(os.environ["JAXLLM_SLOTS"])
     if what == "wait":
         time.sleep(60)
-    if what == "lose":  # the second process dies in the first generation; in later ones all end
-        if os.environ["JAXLLM_GENERATION"] == "1":
-            if os.environ["JAXLLM_PROCESS_ID"] == "1":
+    if what == "lose":  # a process dies in each of the first two generations, before a step; in the third all end
+        generation = detect_generation(os.environ)
+        assert generation is not None
+        rank = os.environ["JAXLLM_PROCESS_ID"]
+        if generation.number < 3:
+            if (generation.number, rank) in ((1, "1"), (2, "0")):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
-        (Path(rest[0]) / os.environ["JAXLLM_PROCESS_ID"]).write_text(os.environ["JAXLLM_SLOTS"])
+        (Path(rest[0]) / rank).write_text(json.dumps([generation.slots, [one["slot"] for one in generation.events]]))
     return int(rest[1]) if len(rest) > 1 else 0
 
 
@@ -208,7 +211,9 @@ def test_warm_processes_end_as_others_do(tmp_path: Path, monkeypatch: pytest.Mon
     assert last.wait() == -signal.SIGTERM
 
 
-def test_the_others_go_on_without_a_lost_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_others_go_on_without_lost_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of four, two are lost one after the other, the second before a step is done: the third generation is told of
+    both."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     said: list[str] = []
 
@@ -219,11 +224,14 @@ def test_the_others_go_on_without_a_lost_process(tmp_path: Path, monkeypatch: py
         return [ProcessSpec(command, {**own, "JAXLLM_PROCESS_ID": str(rank)}, tmp_path / "log") for rank in ranks]
 
     entry = "tests.launch.test_elastic:warm_main"
-    assert ElasticSupervisor(make, 3, entry, (), RestartPolicy(pause=0), ElasticPolicy(), said.append).run() == 0
-    assert {file.name: file.read_text() for file in tmp_path.glob("[0-9]")} == {"0": "0,2", "1": "0,2"}
+    assert ElasticSupervisor(make, 4, entry, (), RestartPolicy(pause=0), ElasticPolicy(), said.append).run() == 0
+    told = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("[0-9]")}
+    assert told == {key: [[2, 3], [1, 0]] for key in ("0", "1")}
     assert "process 1 (slot 1, pid" in said[0]
     assert "lost: was killed by SIGKILL after step 0; its slot is out for 60 s" in said[0]
-    assert said[1] == "going on with 2 of 3 processes"
+    assert said[1] == "going on with 3 of 4 processes"
+    assert "process 0 (slot 0, pid" in said[2]
+    assert said[3] == "going on with 2 of 4 processes"
 
 
 def test_a_stopped_process_is_not_runnable():
