@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from jaxllm.train import RunConfig, TrainResult
 
 Recipe = Callable[[], "RunConfig"]
+ELASTIC = "--elastic"
+"""Option of an elastic run, which ``jaxllm launch`` reads too."""
 RECIPES = "jaxllm.recipes"
 """The entry-point group in which installed recipes are registered."""
 
@@ -42,7 +44,7 @@ def configure(recipe: Recipe, argv: list[str], prog: str | None = None) -> RunCo
     if not isinstance(default, RunConfig):
         what = getattr(recipe, "__name__", recipe)
         raise UsageError(f"{what} returned a {type(default).__name__}, not a RunConfig; a recipe returns one.")
-    argv, default = with_precision(with_current_names(with_adapter_kind(argv), default), default)
+    argv, default = with_precision(with_current_names(with_short_names(argv), default), default)
     argv, default = with_sources(argv, default)
     check_settings(argv, default)
     if "--help" in argv or "-h" in argv:
@@ -71,10 +73,14 @@ def with_current_names(argv: list[str], default: RunConfig) -> list[str]:
     return out
 
 
-def with_adapter_kind(argv: list[str]) -> list[str]:
-    """The arguments with ``--adapter NAME`` as ``--adapter.kind NAME``."""
-    name, short = "--adapter.kind", "--adapter"
-    return [name + word.removeprefix(short) if word.partition("=")[0] == short else word for word in argv]
+SHORT_NAMES = {"--adapter": "--adapter.kind", ELASTIC: "--elastic.enabled"}
+"""Options that stand for a setting of a configuration of the same name."""
+
+
+def with_short_names(argv: list[str]) -> list[str]:
+    """The arguments with ``--adapter NAME`` as ``--adapter.kind NAME``, and ``--elastic`` as ``--elastic.enabled``."""
+    words = [word.partition("=") for word in argv]
+    return [SHORT_NAMES.get(name, name) + equals + value for name, equals, value in words]
 
 
 def with_precision(argv: list[str], default: RunConfig) -> tuple[list[str], RunConfig]:

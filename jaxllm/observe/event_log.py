@@ -11,6 +11,9 @@ no time is counted twice or left out. The events, in the order of a start:
                  continued, from step ``to`` without ``batches``
     saved        a checkpoint of ``step``, or the part of saving that blocks the steps
     evaluated    on held-out text
+    lost, hung, slow   a process of an elastic run failed, at its own time: ``rank``, ``slot``, ``what``, ``step``
+    returned     the slot of such a process is in again
+    recovered    ``step`` is done, ``seconds`` after the first of the failures before this start
     finished, stopped, failed   the last event of a start; a killed start has none
 
 Only process 0 writes. Times are seconds since 1970 by its clock.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,11 @@ CATEGORY_OF_EVENT = {
     "failed": "ending",
 }
 """Event -> category of the time before it."""
+
+FAILURES = ("lost", "hung", "slow")
+"""Events of processes that failed in an elastic run."""
+ELASTIC_EVENTS = (*FAILURES, "returned", "recovered")
+"""Events of an elastic run, which end no interval."""
 
 FLUSH_SECONDS = 5.0
 """Longest interval of one "steps" event; a killed run loses at most this much of its account."""
@@ -71,6 +79,10 @@ class EventLog:
         self.flush()
         self._write(event, facts)
 
+    def record(self, event: Mapping[str, Any]) -> None:
+        """Writes an event that another process has seen, with its own ``time``; it ends no interval."""
+        self._append([dict(event)])
+
     def step(self, number: int, waited: float) -> None:
         """Records that step ``number`` is done; several steps form one event.
 
@@ -93,6 +105,9 @@ class EventLog:
         self._last = time.time()
         rows = [*self._held, {"time": round(self._last, 4), "event": event, **facts}]
         self._held = []
+        self._append(rows)
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as out:
@@ -143,7 +158,7 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput | None:
     """Goodput of an event log; None of an empty one."""
-    events = list(events)
+    events = [event for event in events if event["event"] not in ELASTIC_EVENTS]
     if not events or events[0]["event"] != "started":
         return None
     other: dict[str, float] = dict.fromkeys(

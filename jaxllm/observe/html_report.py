@@ -275,6 +275,18 @@ def spike_line(event: dict[str, Any]) -> str:
     return f"spike at step {event['step']}: {done}"
 
 
+def failure_line(event: dict[str, Any]) -> str:
+    """One line about a process of an elastic run."""
+    if event["event"] == "recovered":
+        return f"step {event['step']} done {event['seconds']:.1f} s after the failure"
+    if event["event"] == "returned":
+        return f"slot {event['slot']} returned"
+    return (
+        f"process {event['rank']} (slot {event['slot']}) {event['event']} after step {event['step']}: {event['what']}; "
+        f"named after {event['named_after']:.1f} s"
+    )
+
+
 PHASE_COLORS = {"rollout": 0, BOTH: 3, "train": 2, "swap": 1, "idle": 10}
 """Colours of the phases of reinforcement learning; those after the sixth are pale."""
 STEPS_SHOWN = 6
@@ -315,6 +327,8 @@ def goodput_section(run: RunRecord) -> str:
     ]
     if run.spikes:
         lists.append(("Spikes", table([(spike_line(one), clock(one["time"])) for one in run.spikes])))
+    if run.failures:
+        lists.append(("Processes", table([(failure_line(one), clock(one["time"])) for one in run.failures])))
     columns = "".join(f'<div class="panel"><b>{name}</b>{inside}</div>' for name, inside in lists)
     bar = f'<div class="panel">{time_bar(run)}</div>'
     return f'<h2>Where the time went</h2><p>{escape(text)}</p>{bar}<div class="grid-of gap">{columns}</div>'
@@ -373,6 +387,7 @@ def text_report(run: RunRecord) -> str:
             f"    {name:18} {duration(size):>9} {100 * size / total:6.1f}%" for name, size in shares.items() if size
         ]
     lines += [f"  {spike_line(one)}" for one in run.spikes]
+    lines += [f"  {failure_line(one)}" for one in run.failures]
     for name, summary in run.profiles.items():
         lines += [f"  profile {name}", *(f"    {line}" for line in summary.splitlines())]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.files import DataError, read_json, read_rows
-from jaxllm.observe.event_log import Goodput, goodput, read_events
+from jaxllm.observe.event_log import ELASTIC_EVENTS, Goodput, goodput, read_events
 from jaxllm.observe.policy_phases import TIMELINE, Phase, read_phases
 
 
@@ -69,6 +69,11 @@ class RunRecord:
     def spikes(self) -> list[dict[str, Any]]:
         """Events of loss spikes, those that were rolled back included."""
         return [event for event in self.events if event["event"] == "spike"]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Events of processes of an elastic run that failed or returned, and of the steps after."""
+        return [event for event in self.events if event["event"] in ELASTIC_EVENTS]
 
     def series(self, key: str) -> tuple[list[float], list[float | None]]:
         """Steps and values of the metric ``key``, from the rows that have it."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm._compat import share_compiled_programs_of_cpus
 from jaxllm.parallel.cluster_environment import ClusterEnvironment
 from jaxllm.parallel.heartbeat import RESUME, Heartbeat
 
@@ -243,6 +244,7 @@ def _join(cluster: ClusterEnvironment, config: DistributedConfig, watch: Heartbe
     """Key-value store of ``jax.distributed``, which this starts."""
     import jax
 
+    share_compiled_programs_of_cpus()
     if not os.environ.get("JAX_CPU_COLLECTIVES_IMPLEMENTATION"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # The SIGTERM handler of the preemption service would replace that of the training loop.

@@ -211,7 +211,13 @@ def describe_exit(code: int) -> str:
 
 
 def local_processes(
-    command: Sequence[str], processes: int, *, devices: int = 0, logs: Path = Path("runs/logs")
+    command: Sequence[str],
+    processes: int,
+    *,
+    devices: int = 0,
+    logs: Path = Path("runs/logs"),
+    slots: Sequence[int] | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[ProcessSpec]:
     """Processes of a local cluster on this machine; the first one prints, the others write to log files.
 
@@ -221,6 +227,8 @@ def local_processes(
         devices: devices per process: CPU devices where JAX_PLATFORMS is cpu, else a share of the accelerators; 0 leaves
             it to JAX.
         logs: folder of the log files.
+        slots: place of each process, which says its accelerators and its log file; None: its number.
+        variables: further variables of all processes.
 
     Raises:
         ValueError: ``processes`` is less than 1.
@@ -229,8 +237,9 @@ def local_processes(
         raise ValueError(f"{processes} processes; give 1 or more.")
     address = f"127.0.0.1:{free_port()}"
     found = []
-    for number in range(processes):
+    for number, slot in enumerate(range(processes) if slots is None else slots):
         environment = {
+            **(variables or {}),
             "JAXLLM_COORDINATOR": address,
             "JAXLLM_PROCESSES": str(processes),
             "JAXLLM_PROCESS_ID": str(number),
@@ -238,9 +247,9 @@ def local_processes(
         if devices and os.environ.get("JAX_PLATFORMS") == "cpu":
             environment["JAX_NUM_CPU_DEVICES"] = str(devices)
         elif devices:
-            share = range(number * devices, (number + 1) * devices)
+            share = range(slot * devices, (slot + 1) * devices)
             environment["JAXLLM_LOCAL_DEVICES"] = ",".join(map(str, share))
-        found.append(ProcessSpec(tuple(command), environment, None if number == 0 else logs / f"process_{number}.log"))
+        found.append(ProcessSpec(tuple(command), environment, None if number == 0 else logs / f"process_{slot}.log"))
     return found
 
 

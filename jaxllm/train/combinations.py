@@ -17,6 +17,7 @@ from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.streamed_refusals import PARAMETERS_ON_DISK
 from jaxllm.train.outer.outer_refusals import LOW_COMMUNICATION
+from jaxllm.train.recovery.elastic_refusals import ELASTIC
 from jaxllm.train.run_features import (
     CO_SERVED,
     FEATURES,
@@ -101,6 +102,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal("pipeline", "two-level sums", "stages sum gradients in one all-reduce", 'set parallel.reduce to "flat"'),
     *LOW_COMMUNICATION,
+    *ELASTIC,
     Refusal(
         "3-level ZeRO",
         "one level",

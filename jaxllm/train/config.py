@@ -12,6 +12,7 @@ from jaxllm.models.decoder import DecoderConfig
 from jaxllm.observe.config import ObserveConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.distributed import DistributedConfig
+from jaxllm.parallel.elastic.run_generation import ElasticConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.peft.adapter_method import AdapterConfig
 from jaxllm.train.disk.config import DiskConfig
@@ -78,6 +79,7 @@ class RunConfig:
         host: optimizer offload and parameter offload to host memory.
         disk: optimizer and parameter offload to files.
         distributed: timeouts of runs in several processes.
+        elastic: go on with the processes left when one dies, hangs or slows down.
         compiler_options: changes to the table of ``jaxllm.parallel.compiler_flags``: "NAME=VALUE", or "NAME=" for the
             compiler's own choice.
         checkpoint: when to save checkpoints and which to keep.
@@ -111,6 +113,7 @@ class RunConfig:
     host: HostConfig = field(default_factory=HostConfig, metadata={"runtime_only": True})
     disk: DiskConfig = field(default_factory=DiskConfig, metadata={"runtime_only": True})
     distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={"runtime_only": True})
+    elastic: ElasticConfig = field(default_factory=ElasticConfig, metadata={"runtime_only": True})
     compiler_options: tuple[str, ...] = runtime_only(())
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={"runtime_only": True})
     log_every: int = runtime_only(10)

@@ -22,6 +22,7 @@ from jaxllm.train.init_from import open_initial_model
 from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_model import base_model
 from jaxllm.train.run_processes import put_batch
+from jaxllm.train.run_rows import pad_rows, rows_on_mesh
 from jaxllm.train.step.loss import LossSums, loss_sums
 from jaxllm.train.step.objective import Objective, make_objective
 
@@ -70,8 +71,9 @@ class Evaluator:
         self._mesh = mesh
         self._dataset = dataset
         self._sums = jax.jit(sums or (lambda params, batch: loss_sums(model, params, batch, objective=objective)))
-        first = dataset.batch_at(0).tokens
-        spec = model.rules.spec(("batch", "seq"), mesh, first.shape, what="held-out batch")
+        rows, length = dataset.batch_at(0).tokens.shape
+        self._rows = rows_on_mesh(rows, mesh, model.rules)
+        spec = model.rules.spec(("batch", "seq"), mesh, (self._rows, length), what="held-out batch")
         self._sharding = NamedSharding(mesh, spec)
 
     def __call__(self, params: Any, progress: Callable[[Iterable], Iterable] = iter) -> Evaluation:
@@ -96,7 +98,7 @@ class Evaluator:
 
     def placed(self, batch: Any) -> Any:
         """A held-out batch on the devices."""
-        return put_batch(batch, self._sharding, len(batch.tokens))
+        return put_batch(pad_rows(batch, self._rows), self._sharding, self._rows)
 
     def evaluation(self, nll: float, count: float, metrics: dict[str, float] | None = None) -> Evaluation:
         """Evaluation from sums over the whole held-out set.

@@ -23,9 +23,11 @@ from jaxllm.checkpoint import CheckpointError, StateProvider
 from jaxllm.config import ConfigError, to_dict
 from jaxllm.data import Dataset, Prefetcher, repeated_data
 from jaxllm.models import param_count
-from jaxllm.observe.event_log import EventLog
+from jaxllm.observe.event_log import EventLog, read_events
 from jaxllm.parallel.compiler_flags import described
 from jaxllm.parallel.distributed import SynchronizedStop, group
+from jaxllm.parallel.elastic.rank_monitor import RankReporter
+from jaxllm.parallel.elastic.run_generation import REFORM
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_file import DiskTierError
@@ -43,10 +45,11 @@ from jaxllm.train.records.live_view import LiveView
 from jaxllm.train.records.loss_plot import draw_loss
 from jaxllm.train.records.receipt import make_receipt
 from jaxllm.train.records.recorder import NON_SCALAR, Recorder, start_facts
+from jaxllm.train.recovery.elastic_run import elastic_generation
 from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.recovery.rollback import RollbackRequested, check_step_metrics, finite_or_none, roll_back
 from jaxllm.train.recovery.saving import Saver
-from jaxllm.train.recovery.step_watchdog import StepWatchdog
+from jaxllm.train.recovery.step_watchdog import EVALUATING, SAVING, StepWatchdog
 from jaxllm.train.run import Run, StepPrograms
 from jaxllm.train.run_processes import device_fingerprint, fingerprint
 from jaxllm.train.step.param_average import evaluated_params
@@ -123,9 +126,31 @@ def train(
         DistributedError: the processes of the run differ; the message says in what.
     """
     began = time.time()
+    generation = elastic_generation(config)
+    if generation is not None and feed is not None:
+        raise ConfigError(
+            "--elastic: the batches of this run are made with its parameters, by an engine on all its devices; leave "
+            "--elastic out."
+        )
+    with contextlib.ExitStack() as stack:
+        reporter = None
+        if generation is not None:
+            reporter = stack.enter_context(RankReporter(generation, group().rank))
+        return _train(config, also, data, feed, began, reporter)
+
+
+def _train(
+    config: RunConfig,
+    also: Sequence[StateProvider],
+    data: Dataset | None,
+    feed: BatchFeed | None,
+    began: float,
+    reporter: RankReporter | None,
+) -> TrainResult:
     # Processes with different settings or data would hang or diverge later, so they compare them first.
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also, data)
+    run.reporter = reporter
     if feed is not None and run.param_files is not None:
         raise ConfigError(
             "disk.parameters: the batches of this run are made with its parameters, which are in files; set "
@@ -139,6 +164,10 @@ def train(
         events.started(**(start_facts(run) if files.writes else {}))
         state, first = start_state(run, saver)
         jax.block_until_ready(state.params)
+        written = read_events(files.path) if files.writes else []
+        for event in () if run.generation is None else run.generation.events:
+            if event not in written:  # a generation that failed before its first step has written them
+                events.record(event)
         events.write("restored" if first else "initialised", step=first)
 
         write_start(run, first)
@@ -149,7 +178,9 @@ def train(
             saver.finish()
             events.write("saved", step=done)
             if done < config.steps:
-                view.say(f"Stopped after step {done}; saved. Start again with the same command to resume.")
+                forming = stopping[:1] == [REFORM]
+                next_start = "All processes form again." if forming else "Start again with the same command to resume."
+                view.say(f"Stopped after step {done}; saved. {next_start}")
                 if files.writes:
                     draw_loss(files.read_metrics(), files.plot, config.name)
                 events.write("stopped", step=done)
@@ -196,7 +227,11 @@ def run_with_rollback(
     config, view, events = run.config, recorder.view, recorder.events
     if first == config.steps:
         return state, first
+    if run.generation is not None and not run.group.is_leader:
+        run.group.broadcast("compiled by process 0")  # programs are then in the cache that the processes share
     step, seconds = run.compile_step()
+    if run.generation is not None and run.group.is_leader:
+        run.group.broadcast("compiled by process 0")
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     events.write("compiled", seconds=round(seconds, 3))
     if isinstance(step, LayerStreamStep) and run.param_files is not None and run.state_files is not None:
@@ -208,6 +243,8 @@ def run_with_rollback(
     synchronized_stop = SynchronizedStop(run.mesh)
 
     def stopped() -> bool:
+        if run.reporter is not None and run.reporter.reform and not stopping:
+            stopping.append(REFORM)
         return bool(synchronized_stop(stopping))
 
     while True:
@@ -287,6 +324,9 @@ def run_until(
             number, metrics = pending.pop()
             more = feed.metrics if feed is not None else None
             values = record_metrics(run, recorder, saver, number, metrics, watchdog.waiting_for(number), more)
+            if run.failed_at is not None:
+                now, began, run.failed_at = time.time(), run.failed_at, None
+                events.record({"event": "recovered", "time": now, "step": number, "seconds": round(now - began, 3)})
 
         def wait_for_devices() -> None:
             read_pending_metrics()
@@ -302,7 +342,8 @@ def run_until(
             if summary := recorder.profiler.after_step(done, wait_for_devices):
                 view.say(summary)
 
-            last = stopped() or done == config.steps
+            with watchdog.waiting_for(done):  # the devices agree about signals one step later
+                last = stopped() or done == config.steps
             place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:
@@ -310,11 +351,13 @@ def run_until(
                 state = run.settled(state)
             if place:
                 events.flush()
-                run.save(saver, place, done, state, {key: finite_or_none(value) for key, value in values.items()})
+                with watchdog.busy(done, SAVING):
+                    run.save(saver, place, done, state, {key: finite_or_none(value) for key, value in values.items()})
                 events.write("saved", step=done, place=place)
             if evaluating and evaluate is not None:
                 events.flush()
-                record_evaluation(evaluate(evaluated_params(config.ema, state)), done, recorder.sinks.log, view)
+                with watchdog.busy(done, EVALUATING):
+                    record_evaluation(evaluate(evaluated_params(config.ema, state)), done, recorder.sinks.log, view)
                 events.write("evaluated", step=done)
             if place or evaluating:
                 recorder.start_clock()
@@ -353,7 +396,7 @@ def record_metrics(
 
 def watchdog_of(run: Run) -> StepWatchdog:
     """Watchdog of a run's steps, which knows its processes."""
-    return StepWatchdog(run.config.observe.stalled_after, group=run.group)
+    return StepWatchdog(run.config.observe.stalled_after, group=run.group, reporter=run.reporter)
 
 
 def announce_run(run: Run, view: LiveView, first: int) -> None:

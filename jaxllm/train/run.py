@@ -26,6 +26,8 @@ from jaxllm.models.param_subset import select
 from jaxllm.observe.metric_sinks import check_sinks as check_trackers
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.parallel.distributed import group
+from jaxllm.parallel.elastic.rank_monitor import RankReporter
+from jaxllm.parallel.elastic.run_generation import RunGeneration
 from jaxllm.parallel.mesh_search import check_parameters, resolve
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
@@ -41,10 +43,17 @@ from jaxllm.train.outer.lgreco import LayerwiseRanks
 from jaxllm.train.outer.replicas import REPLICA, replica_means
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
+from jaxllm.train.recovery.elastic_run import (
+    elastic_checkpoint,
+    elastic_generation,
+    failed_at,
+    mesh_for_devices_left,
+)
 from jaxllm.train.recovery.saving import Place, Saver
 from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_model import base_model, run_model, trained_params
 from jaxllm.train.run_processes import local_part, put_batch
+from jaxllm.train.run_rows import pad_rows, rows_on_mesh
 from jaxllm.train.run_slots import abstract_slotted, context_slots, put_slotted
 from jaxllm.train.step.loss import value_and_grad
 from jaxllm.train.step.objective import make_objective
@@ -121,6 +130,10 @@ class Run:
         spikes: loss spikes so far, as JSON (``jaxllm.train.recovery.rollback``).
         replicas: replicas with parameters of their own; 1 without outer steps.
         data_shard, num_data_shards: part of each batch's rows that this process loads.
+        generation: of the processes of an elastic run; None for others.
+        reporter: sends the phases of an elastic run's loop to its supervisor; None until the run is trained.
+        failed_at: time of the failure before this start of an elastic run, until a step is done; else None.
+        rows: rows of a batch on the devices: those of the data, and of padding in an elastic run.
         slots: slots that batches are arranged in, with context parallelism by need; else None.
 
     Raises:
@@ -143,7 +156,10 @@ class Run:
         check_precision(config)
         self.model = run_model(config)
         devices = jax.devices() if devices is None else devices
-        self.mesh = run_mesh(config, self.model, devices)
+        self.generation = elastic_generation(config)
+        self.reporter: RankReporter | None = None
+        self.failed_at = failed_at(self.generation)
+        self.mesh = run_mesh(config, self.model, devices, self.generation)
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
@@ -177,12 +193,14 @@ class Run:
         if self.reference is not None:
             self.reference.check_tokenizer(self.data.tokenizer)
         check_batch_fields(config, self.data.train.batch_at(0))
-        shape = (config.data.batch_size, config.data.seq_len)
+        self.rows = batch_rows(config, self.mesh, self.model.rules)
+        shape = (self.rows, config.data.seq_len)
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
         self.slots = context_slots(config, self.mesh, self.model.rules)
-        # Documents move between rows, so with slots each process loads the whole batch.
-        self.data_shard, self.num_data_shards = (0, 1) if self.slots else local_part(self.batch_sharding, shape)
+        # With slots, documents move between rows; with padding, parts are unequal. Each process loads the whole batch.
+        whole = self.slots is not None or self.rows != config.data.batch_size
+        self.data_shard, self.num_data_shards = (0, 1) if whole else local_part(self.batch_sharding, shape)
         device = self.mesh.devices.flat[0]
         self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
 
@@ -190,12 +208,13 @@ class Run:
         """This process's rows of a batch, placed on the devices; in slots, where the run has them."""
         if self.slots is not None:
             return put_slotted(batch, self.slots, self.batch_sharding)
-        rows = self.config.data.batch_size
-        return put_batch(batch, self.batch_sharding, rows, self.data_shard * rows // self.num_data_shards)
+        if self.rows != self.config.data.batch_size:
+            batch = pad_rows(batch, self.rows)
+        return put_batch(batch, self.batch_sharding, self.rows, self.data_shard * self.rows // self.num_data_shards)
 
     def saver(self) -> Saver:
         """Saver of the run's checkpoints, shared by all its processes."""
-        return Saver(self.directory.path, self.config.checkpoint, self.group)
+        return Saver(self.directory.path, elastic_checkpoint(self.config), self.group, self.generation)
 
     def compile_step(self) -> tuple[Any, float]:
         """The compiled training step, and the seconds it took; compiled ahead of time, it never recompiles.
@@ -206,7 +225,7 @@ class Run:
         start = time.monotonic()
         grads = build_value_and_grad(self.config, self.model, self.mesh)
         layers = self.config.observe.layers_every > 0
-        sample = self.data.train.batch_at(0)
+        sample = pad_rows(self.data.train.batch_at(0), self.rows)
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), sample)
         batch = batch if self.slots is None else abstract_slotted(batch, self.slots)
         options, score = self.compiler_options or None, None
@@ -321,12 +340,21 @@ class Run:
         }
 
 
-def run_mesh(config: RunConfig, model: Functional, devices: Sequence[jax.Device]) -> Mesh:
+def run_mesh(
+    config: RunConfig, model: Functional, devices: Sequence[jax.Device], generation: RunGeneration | None = None
+) -> Mesh:
     """Mesh of a run over devices: ``fitting_mesh``, with groups of two-level sums.
+
+    Args:
+        generation: of the processes of an elastic run, some of whose devices may be missing; None for others.
 
     Raises:
         ShardingError, ConfigError: see ``fitting_mesh`` and ``two_level_mesh``.
     """
+    if generation is not None:
+        total = len(devices) * generation.total // len(generation.slots)
+        wanted, fits = MeshSpec.parse(config.mesh), mesh_check(config, model)
+        config = replace(config, mesh=str(mesh_for_devices_left(wanted, len(devices), total, fits)))
     mesh = fitting_mesh(config, model, len(devices), devices[0].platform)
     islands = len({island_of(device) for device in devices})
     return two_level_mesh(config, mesh, islands, devices[0].platform).build(devices)
@@ -376,6 +404,15 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
         ShardingError: the parameters or the batch do not fit it; lists the nearest meshes that they do.
         ConfigError: settings do not go together (``jaxllm.train.combinations``).
     """
+    mesh = resolve(MeshSpec.parse(config.mesh), num_devices, mesh_check(config, model))
+    trained_params(config, model)  # raises for a pattern that matches nothing
+    check_combinations(config, dict(mesh.axes), platform)
+    check_reference(config)
+    return mesh
+
+
+def mesh_check(config: RunConfig, model: Functional) -> Callable[[AbstractMesh], None]:
+    """Function that raises ValueError for a mesh that a run's model or batch does not fit."""
     shapes, axes = model.abstract(), model.logical_axes()
 
     def fits(mesh: AbstractMesh) -> None:
@@ -384,16 +421,18 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
         check_batch(config, mesh, model.rules)
         check_parameters(shapes, axes, mesh, model.rules)
 
-    mesh = resolve(MeshSpec.parse(config.mesh), num_devices, fits)
-    trained_params(config, model)  # raises for a pattern that matches nothing
-    check_combinations(config, dict(mesh.axes), platform)
-    check_reference(config)
-    return mesh
+    return fits
+
+
+def batch_rows(config: RunConfig, mesh: Any, rules: Any) -> int:
+    """Rows of a batch on a mesh: those of the data, and in an elastic run of padding, so that they divide."""
+    rows = config.data.batch_size
+    return rows_on_mesh(rows, mesh, rules, config.accumulate) if config.elastic.enabled else rows
 
 
 def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
     """Checks that a micro-batch divides over the mesh; raises ShardingError or ValueError."""
-    shape = (config.data.batch_size // config.accumulate, config.data.seq_len)
+    shape = (batch_rows(config, mesh, rules) // config.accumulate, config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     context_slots(config, mesh, rules)

@@ -299,6 +299,7 @@ FEATURES: dict[str, Feature] = {
     "blocking saves": Feature(
         lambda run, _: run.checkpoint.saving == "blocking", lambda run: 'checkpoint.saving = "blocking"'
     ),
+    "elastic": Feature(lambda run, _: run.elastic.enabled, lambda run: "--elastic"),
     "checkpoints in memory": Feature(lambda run, _: run.checkpoint.memory is not None, lambda run: "checkpoint.memory"),
     # Objective
     "objective with its own forward passes": Feature(lambda run, _: _own_forward(run), _objective),

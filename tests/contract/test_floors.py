@@ -26,6 +26,7 @@ FLOORS = [
         "jaxllm.svg",
         "jaxllm.sharding",
         "jaxllm.kernels",
+        "jaxllm._compat",
         "jaxllm._platform",
         "jaxllm._renamed",
     },

@@ -127,3 +127,29 @@ def test_processes_that_are_behind_are_named(stuck):
         else:
             assert "Behind this process: process 2 (on " in last
             assert "waits for its batch for step 7" in last
+
+
+@pytest.mark.parametrize("slow", [None, 1])
+def test_a_slow_process_is_named_by_process_0(slow):
+    """Of three processes, one makes the others wait in each step: process 0 names it. Where none does, nobody is."""
+    said: dict[int, list[str]] = {rank: [] for rank in range(3)}
+    meeting = threading.Barrier(3)
+
+    def act(group):
+        with StepWatchdog(1.0, said[group.rank].append, group) as watchdog:
+            for number, _ in watchdog.batches(iter([(step, None) for step in range(8)]), 0):
+                if group.rank == slow and number > 2:
+                    time.sleep(0.3)  # work of the host
+                with watchdog.waiting_for(number + 1):
+                    meeting.wait(60)
+                    time.sleep(0.02)
+            time.sleep(0.8)
+
+    assert in_each(3, act) == [None] * 3
+    assert not said[1]
+    assert not said[2]
+    assert bool(said[0]) == (slow is not None)
+    for line in said[0]:
+        assert "process 1 was 0.3" in line
+        assert "each of 3 steps up to " in line
+        assert "its host is busy" in line

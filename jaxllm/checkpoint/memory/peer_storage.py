@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,10 +36,11 @@ class PeerClient:
 
     Args:
         address_file: file in which the server says how it is reached.
+        prefix: begins the names of all files that this client stores, reads or lists; it is not part of answers.
     """
 
-    def __init__(self, rank: int, address_file: Path):
-        self.rank, self._file = rank, address_file
+    def __init__(self, rank: int, address_file: Path, prefix: str = ""):
+        self.rank, self._file, self._prefix = rank, address_file, prefix
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
 
@@ -77,6 +78,8 @@ class PeerClient:
         Raises:
             PeerLost: the server does not answer.
         """
+        if "name" in head:
+            head["name"] = self._prefix + head["name"]
         with self._lock:
             try:
                 address = json.loads(self._file.read_bytes())
@@ -87,7 +90,10 @@ class PeerClient:
             except (OSError, ValueError) as error:
                 self.close()
                 raise PeerLost(f"the peer server of host {self.rank} does not answer: {error}") from error
-        return answer["result"], out
+        result = answer["result"]
+        if do == "sizes":
+            result = {name.removeprefix(self._prefix): size for name, size in result.items()}
+        return result, out
 
     def close(self) -> None:
         """Closes the connection."""
@@ -108,16 +114,21 @@ class PeerStorage:
     Args:
         folder: folder of the servers' address files, visible to all hosts.
         rank, size: number of this host, and of all hosts.
+        slots: number in the name of each host's address file; None: that of the host.
+        name: name of a generation of hosts, whose files are apart from those of others; empty: none.
     """
 
     renames = False
 
-    def __init__(self, folder: Path, rank: int, size: int):
-        self.folder, self.rank = folder, rank
-        self.clients = [PeerClient(number, folder / f"{number}.json") for number in range(size)]
+    def __init__(self, folder: Path, rank: int, size: int, slots: Sequence[int] | None = None, name: str = ""):
+        self.folder, self.rank, self._name = folder, rank, name
+        numbers = range(size) if slots is None else slots
+        prefix = f"{name}/" if name else ""
+        self.clients = [PeerClient(rank, folder / f"{slot}.json", prefix) for rank, slot in enumerate(numbers)]
 
     def __str__(self) -> str:
-        return f"the memory of {len(self.clients)} hosts ({self.folder})"
+        generation = f", {self._name}" if self._name else ""
+        return f"the memory of {len(self.clients)} hosts ({self.folder}{generation})"
 
     def close(self) -> None:
         """Closes the connections; the servers keep running."""

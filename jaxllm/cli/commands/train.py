@@ -19,6 +19,7 @@ def train(argv: list[str]) -> int:
         print("`--precision NAME` sets all settings of a precision preset: docs/train/precision.md.")
         print("`--within SIZE`, `--fit`: what layers keep and compute again: docs/train/recomputation.md.")
         print("`--disk DIR:SIZE` keeps the optimizer state in files: docs/train/recomputation.md.")
+        print("`--elastic` goes on with the processes left when one fails: docs/train/elastic.md.")
         print("`--together FILE` trains several adapters of one base in one step: docs/train/adapters.md.")
         return 0
     return run_recipe(find_recipe(argv[0]), argv[1:], prog=f"jaxllm train {argv[0]}")

@@ -17,8 +17,10 @@ from jaxllm.checkpoint import (
     MultihostCheckpointer,
     RestoredCheckpoint,
 )
+from jaxllm.checkpoint.memory.snapshot_generations import SnapshotGeneration
 from jaxllm.checkpoint.save_interval import interval_steps, mean_time_between_failures
 from jaxllm.parallel.distributed import ProcessGroup
+from jaxllm.parallel.elastic.run_generation import RunGeneration
 
 Place = Literal["disk", "memory"]
 _log = logging.getLogger("jaxllm.train")
@@ -33,9 +35,12 @@ class Saver:
         directory: the run's directory.
         config: when, where and how to save.
         group: the processes of the run.
+        generation: of the processes of an elastic run; None for others.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig, group: ProcessGroup):
+    def __init__(
+        self, directory: Path, config: CheckpointConfig, group: ProcessGroup, generation: RunGeneration | None = None
+    ):
         self._config, self._group = config, group
         self._history = directory / "starts.json"
         where = config.directory or directory / "checkpoints"
@@ -44,10 +49,10 @@ class Saver:
         self._next: int | None = None
         self._clock: tuple[int, float] | None = None
         if config.memory is not None:
+            hosts = generation and SnapshotGeneration(generation.name, generation.slots, config.memory.parity)
+            options: dict[str, Any] = {"saving": config.saving, "host_bytes": config.host_bytes, "generation": hosts}
             try:
-                self.memory = MemoryCheckpointer(
-                    directory / "holders", config.memory, group, saving=config.saving, host_bytes=config.host_bytes
-                )
+                self.memory = MemoryCheckpointer(directory / "holders", config.memory, group, **options)
             except BaseException:
                 self.disk.close()
                 raise

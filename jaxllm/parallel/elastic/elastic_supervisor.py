@@ -1,0 +1,271 @@
+"""Elastic supervisor: when a process is lost, hung or slow, the run goes on with the others within seconds.
+
+    a process is killed or crashes     named; the others are ended at once, and those left form the next generation
+    a process hangs or is slow         named by ``rank_monitor``; the same
+    a slot that was out returns        the processes save at their next checkpoint and form again with it
+    every process ends with 0          the supervisor ends
+    a user error (2), SIGTERM, SIGINT  as in ``jaxllm.parallel.supervisor``
+
+Processes of a generation that has lost one cannot go on in place: their devices wait in a collective that nothing
+interrupts, and XLA has no way to leave it. So every generation has new processes. They cost no imports, because they
+are forked (``warm_start``), and no compilation that was done before, because programs are in the persistent cache;
+their state is in the peer servers' memory, which outlives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.parallel.elastic.membership import ElasticPolicy, Membership
+from jaxllm.parallel.elastic.rank_monitor import RankFailure, RankMonitor
+from jaxllm.parallel.elastic.run_generation import REFORMED, RunGeneration
+from jaxllm.parallel.elastic.warm_start import WarmProcess, WarmStart
+from jaxllm.parallel.heartbeat import EXIT
+from jaxllm.parallel.supervisor import WANTED, ProcessSpec, RestartPolicy, describe_exit
+
+POLL = 0.02
+SETTLE = 0.1
+"""Seconds after the first loss in which further losses count as of the same moment."""
+CAUSE = 3.0
+"""Seconds to wait for the process whose end the others have followed."""
+STARVED = 4.0
+"""Multiple of ``hung_after`` that a silent process gets while its threads are ready to run."""
+CONSEQUENCES = (EXIT, -signal.SIGABRT)
+"""Ends of processes that follow the loss of another: by the heartbeat, and by JAX itself."""
+
+
+class ElasticSupervisor:
+    """Supervisor of an elastic run on this machine.
+
+    Args:
+        make: creates the processes of a generation by rank, from its slots and its variables. Their commands are
+            arguments of ``entry``.
+        slots: number of slots.
+        entry, modules: see ``WarmStart``.
+        patience: for failures in a row without a step in between; a generation that does a step ends the row.
+        policy: what counts as a failure.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[int], Mapping[str, str]], Sequence[ProcessSpec]],
+        slots: int,
+        entry: str,
+        modules: Sequence[str] = (),
+        patience: RestartPolicy | None = None,
+        policy: ElasticPolicy | None = None,
+        say: Callable[[str], None] = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True),
+    ):
+        self._make, self._entry, self._modules = make, entry, modules
+        self._patience, self._policy, self._say = patience or RestartPolicy(), policy or ElasticPolicy(), say
+        self._members = Membership(slots, self._policy)
+        self._key = secrets.token_hex(4)
+        self._running: list[WarmProcess] = []
+        self._events: list[dict[str, Any]] = []
+        self._stopping = 0
+        self._failed_at = 0.0
+
+    def run(self) -> int:
+        """Exit status of the run: 0, or that of the process that failed first."""
+        passed = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        old = {number: signal.signal(number, self._pass_on) for number in passed}
+        monitor = RankMonitor(self._policy)
+        self._starter = self._warm_start()
+        try:
+            return self._generations(monitor)
+        finally:
+            self._kill()
+            self._starter.close()
+            monitor.close()
+            for each, handler in old.items():
+                signal.signal(each, handler)
+
+    def _warm_start(self) -> WarmStart:
+        (first, *_) = self._make(range(self._members.slots), {})
+        shared = {name: value for name, value in first.environment.items() if not name.startswith("JAXLLM_")}
+        return WarmStart(self._entry, self._modules, shared)
+
+    def _generations(self, monitor: RankMonitor) -> int:
+        number, failures = 0, 0
+        while True:
+            slots = self._wait_for_slots()
+            if not slots:
+                return 128 + self._stopping
+            number += 1
+            generation = RunGeneration(
+                number, slots, self._members.slots, self._key, monitor.address, tuple(self._events)
+            )
+            monitor.watch(generation.name, len(slots))
+            if not self._starter.alive:
+                self._starter = self._warm_start()
+            for spec in self._make(slots, generation.environment()):
+                self._running.append(self._starter.start(spec.command, spec.environment, spec.log))
+            code = self._watch(generation, monitor)
+            progressed = max(monitor.steps, default=0) > 0
+            self._kill()
+            if progressed:  # else its process 0 may not have come to write them
+                del self._events[: len(generation.events)]
+            if code is not None:
+                return code
+            failures = 0 if progressed else failures + 1
+            if failures > self._patience.restarts:
+                self._say(f"giving up after {self._patience.restarts} failures in a row without a step")
+                return 1
+            if failures > 1 and not self._sleep(self._patience.wait(failures - 1)):
+                return 128 + self._stopping
+
+    def _watch(self, generation: RunGeneration, monitor: RankMonitor) -> int | None:
+        """Watches a generation to its end; exit status of the run, or None if another generation follows."""
+        reforming = False
+        while True:
+            time.sleep(POLL)
+            failure = monitor.poll()
+            codes = [process.poll() for process in self._running]
+            self._say_recovered(monitor)
+            if failure is not None and failure.kind == "hung" and self._is_starved(failure):
+                failure = None
+            if failure is not None and codes[failure.rank] is None and not self._stopping:
+                self._lose(generation, [failure])
+                return None
+            if any(code not in (None, 0, REFORMED) for code in codes):
+                return self._ended(generation, monitor)
+            if None not in codes:
+                if REFORMED not in codes:
+                    return 0
+                self._say(f"all {len(codes)} processes have saved; forming again with {self._members.slots} slots")
+                return None
+            if not reforming and len(self._members.present(time.monotonic())) > len(generation.slots):
+                back = set(self._members.present(time.monotonic())) - set(generation.slots)
+                if max(monitor.steps) > 0:
+                    self._say(f"{_slots(back)} returned; taken in at the next checkpoint")
+                    self._events += [self._event("returned", slot=slot) for slot in sorted(back)]
+                    reforming = True
+            if reforming:
+                monitor.ask_to_reform()
+
+    def _ended(self, generation: RunGeneration, monitor: RankMonitor) -> int | None:
+        """Looks at processes that ended with an error; exit status of the run, or None to go on without them."""
+        began = time.monotonic()
+
+        def causes() -> list[int]:
+            codes = [process.poll() for process in self._running]
+            return [code for code in codes if code not in (None, 0, REFORMED, *CONSEQUENCES)]
+
+        self._wait_until(lambda: bool(causes()), CAUSE)
+        self._wait_until(lambda: all(process.poll() is not None for process in self._running), SETTLE)
+        codes = [process.poll() for process in self._running]
+        if self._stopping or any(code in WANTED for code in codes):
+            everybody = self._running
+            self._wait_until(lambda: all(one.poll() is not None for one in everybody), self._patience.grace)
+            codes = [process.poll() for process in self._running]
+            code = next((code for code in codes if code in WANTED), next((code for code in codes if code), 0))
+            if not self._stopping:
+                self._say(f"process {codes.index(code)} {describe_exit(code or 0)}; not restarted")
+            return code or 0
+        bad = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, REFORMED)}
+        first = {rank: code for rank, code in bad.items() if code not in CONSEQUENCES} or bad
+        steps = monitor.steps
+        found = [
+            RankFailure(rank, "lost", began, f"{describe_exit(code)} after step {steps[rank]}", steps[rank])
+            for rank, code in first.items()
+        ]
+        self._lose(generation, found)
+        return None
+
+    def _lose(self, generation: RunGeneration, failures: Sequence[RankFailure]) -> None:
+        """Names the processes that failed, and puts their slots out."""
+        now, offset = time.monotonic(), time.time() - time.monotonic()
+        if not self._failed_at:
+            self._failed_at = min(failure.since for failure in failures)
+        for failure in failures:
+            slot, process = generation.slots[failure.rank], self._running[failure.rank]
+            out = self._members.exclude(slot, now)
+            self._say(
+                f"process {failure.rank} (slot {slot}, pid {process.pid}) {failure.kind}: {failure.what}; its slot is "
+                f"out for {out:g} s"
+            )
+            self._events.append(
+                {
+                    "event": failure.kind,
+                    "time": round(failure.since + offset, 3),
+                    "rank": failure.rank,
+                    "slot": slot,
+                    "what": failure.what,
+                    "step": failure.step,
+                    "named_after": round(now - failure.since, 3),
+                }
+            )
+        left = self._members.slots - len(set(range(self._members.slots)) - set(self._members.present(now)))
+        self._say(f"going on with {left} of {self._members.slots} processes")
+
+    def _is_starved(self, failure: RankFailure) -> bool:
+        """Whether a silent process is only waiting for a processor, which is told for some time from one that hangs."""
+        silent, pid = time.monotonic() - failure.since, self._running[failure.rank].pid
+        return silent < STARVED * self._policy.hung_after and pid is not None and is_runnable(pid)
+
+    def _say_recovered(self, monitor: RankMonitor) -> None:
+        if self._failed_at and monitor.steps and min(monitor.steps) > 0:
+            took = time.monotonic() - self._failed_at
+            self._say(f"step {min(monitor.steps)} is done, {took:.1f} s after the failure")
+            self._failed_at = 0.0
+
+    def _event(self, kind: str, **facts: Any) -> dict[str, Any]:
+        return {"event": kind, "time": round(time.time(), 3), **facts}
+
+    def _wait_for_slots(self) -> tuple[int, ...]:
+        """Slots that are in, once there are enough; empty if a signal came first."""
+        said = False
+        while not self._stopping:
+            slots = self._members.present(time.monotonic())
+            if len(slots) >= min(self._policy.least, self._members.slots):
+                return slots
+            if not said:
+                self._say(f"{len(slots)} slots are in, and {self._policy.least} are needed; waiting for the others")
+                said = True
+            time.sleep(POLL)
+        return ()
+
+    def _sleep(self, seconds: float) -> bool:
+        """Whether the pause passed without a signal to stop."""
+        self._wait_until(lambda: bool(self._stopping), seconds)
+        return not self._stopping
+
+    def _wait_until(self, true: Callable[[], bool], seconds: float) -> None:
+        """Waits until something is true, for so many seconds at most."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not true():
+            time.sleep(POLL)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        if number in (signal.SIGINT, signal.SIGTERM):
+            self._stopping = number
+        for process in self._running:
+            process.send_signal(number)
+
+    def _kill(self) -> None:
+        for process in self._running:
+            process.kill()
+        for process in self._running:
+            process.wait()
+        self._running.clear()
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process runs or waits for a processor; a stopped process has none."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
+
+
+def _slots(numbers: set[int]) -> str:
+    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(map(str, sorted(numbers)))
