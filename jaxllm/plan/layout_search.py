@@ -33,6 +33,7 @@ from jaxllm.train.combinations import check_combinations
 from jaxllm.train.run import check_batch
 from jaxllm.train.step.pipelined_loss import stage_depths
 from sharding import AXES, MeshSpec, Rules, ShardingError
+from sharding.folding import FOLDED, legal
 
 REMATS = ("none", "elementwise", "full")
 """Remat policies, from the fastest to the one that saves least."""
@@ -207,12 +208,47 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
 
 def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
     """Candidate runs on a mesh, in groups whose first fitting member is the fastest."""
+    for experts in foldings(run, mesh):
+        yield from _families_of(run, mesh, experts)
+
+
+def foldings(run: RunConfig, mesh: MeshSpec) -> Iterator[str]:
+    """Candidate foldings of a run's experts on a mesh (``ParallelConfig.experts``): none first, then all others.
+
+    Outside of experts the mesh axis ``expert`` is as ``fsdp``: where a folding treats both alike, it is that of the
+    mesh which has them as one axis, and left out here.
+    """
+    yield ""
+    size = dict(mesh.axes)
+    plain = {name: tuple(axis for axis in (name,) if size.get(axis, 1) > 1) for name in ("expert", "tensor")}
+    mixtures = list(run.model.mixtures.values())
+    if not mixtures:
+        return
+    neighbours = plain["expert"] and size.get("context", 1) == 1
+    for folding in dict.fromkeys(legal(tuple((axis, size[axis]) for axis in FOLDED if size.get(axis, 1) > 1))):
+        table = folding.table(size)
+        shards, width = table["experts"], table["expert_mlp"]
+        if (shards, width) == (plain["expert"], plain["tensor"]):
+            continue
+        if neighbours and all(("fsdp" in axes) == ("expert" in axes) for axes in (shards, width)):
+            continue
+        if all(moe.experts % folding.expert == 0 == moe.hidden % folding.tensor for moe in mixtures):
+            yield str(folding)
+
+
+def _families_of(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Iterator[RunConfig]]:
     size = dict(mesh.axes)
     ways = math.prod(size.get(name, 1) for name in ("data", "fsdp", "expert"))
     rows, stages = run.data.batch_size // ways, size.get("stage", 1)
     micro = [n for n in range(1, MOST_MICRO_BATCHES + 1) if rows % n == 0]
     plan = dataclasses.replace(
-        run.parallel, sequence=size.get("tensor", 1) > 1, overlap="compiler", chunks=0, depths=(), offload=0.0
+        run.parallel,
+        sequence=size.get("tensor", 1) > 1,
+        overlap="compiler",
+        experts=experts,
+        chunks=0,
+        depths=(),
+        offload=0.0,
     )
     if stages == 1:
         if not _legal(run, plan, mesh, 1):
