@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, MoeConfig, functional
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.plan import layout_search
+from jaxllm.plan.document_batch import DocumentBatch
 from jaxllm.plan.hardware import TABLE, Cluster
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import check_combinations
@@ -23,8 +24,8 @@ NAMES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 POWERS = (1, 2, 4, 8)
 
 
-def drawn(seed: int) -> tuple[RunConfig, Cluster]:
-    """A run, dense or a mixture of experts, and eight devices; memory that some of the layouts fill."""
+def drawn(seed: int) -> tuple[RunConfig, Cluster, DocumentBatch | None]:
+    """A run, dense or a mixture of experts, and eight devices; memory that some layouts fill; documents, or none."""
     draw = random.Random(seed)
     attention = AttentionConfig(heads=draw.choice((8, 16)), kv_heads=draw.choice((2, 8)), head_dim=128)
     mixture = MoeConfig(draw.choice((4, 8, 16)), draw.choice((1, 2)), draw.choice((512, 1536)))
@@ -44,29 +45,39 @@ def drawn(seed: int) -> tuple[RunConfig, Cluster]:
     kind = on.split(":")[0]
     memory = round(draw.choice((2, 6, 20, 60)) * 2**30)
     table = {kind: dataclasses.replace(TABLE[kind], hbm_bytes=memory, link=TABLE[kind].link * draw.choice((0.1, 1.0)))}
-    return dataclasses.replace(run, model=model, data=data), Cluster.parse(on, table)
+    run = dataclasses.replace(run, model=model, data=data)
+    lengths = [min(length, 2 + int(draw.lognormvariate(7.5, 1.5))) for _ in range(500)]
+    documents = DocumentBatch.drawn(lengths, run, seed) if draw.random() < 0.5 else None
+    return run, Cluster.parse(on, table), documents
 
 
-def meshes(run: RunConfig) -> Iterator[MeshSpec]:
-    """All meshes of eight devices over the axes of the space: ``context`` for long rows, ``expert`` for mixtures."""
+def meshes(run: RunConfig, documents: DocumentBatch | None) -> Iterator[MeshSpec]:
+    """All meshes of eight devices over the axes of the space.
+
+    These are ``context`` for long rows and for known documents, ``expert`` for mixtures, and others for all.
+    """
     for sizes in itertools.product(POWERS, repeat=len(NAMES)):
         size = dict(zip(NAMES, sizes, strict=True))
-        short, dense = run.data.seq_len < layout_search.LONG_ROW, not run.model.mixtures
+        short = run.data.seq_len < layout_search.LONG_ROW and documents is None
+        dense = not run.model.mixtures
         if math.prod(sizes) == 8 and not (short and size["context"] > 1) and not (dense and size["expert"] > 1):
             yield MeshSpec(tuple((name, n) for name, n in size.items() if n > 1))
 
 
-def plans(run: RunConfig, mesh: MeshSpec) -> Iterator[RunConfig]:
+def plans(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None) -> Iterator[RunConfig]:
     """All layouts on a mesh that training accepts; of pipelines those of at least two micro-batches for each stage."""
     size = dict(mesh.axes)
     stages, sequence = size.get("stage", 1), size.get("tensor", 1) > 1
     rows = run.data.batch_size // math.prod(size.get(name, 1) for name in ("data", "fsdp", "expert"))
     foldings = [f"expert={a},tensor={b}" for a in POWERS for b in POWERS] if run.model.mixtures else []
     schedules = ("1f1b",) if stages == 1 else ("1f1b", "interleaved", "zb_h1")
-    for experts, schedule, accumulate in itertools.product(("", *foldings), schedules, (1, 2, 4, 8, 16)):
+    contexts = ("ring", "by_need") if documents and size.get("context", 1) > 1 == stages else ("ring",)
+    for experts, schedule, accumulate, context in itertools.product(
+        ("", *foldings), schedules, (1, 2, 4, 8, 16), contexts
+    ):
         if not rows or rows % accumulate or (stages > 1 and accumulate < min(rows, 2 * stages)):
             continue
-        plan = ParallelConfig(sequence=sequence, experts=experts, schedule=schedule)  # type: ignore[arg-type]
+        plan = ParallelConfig(sequence=sequence, experts=experts, schedule=schedule, context=context)  # type: ignore[arg-type]
         laid = dataclasses.replace(run, mesh=str(mesh), accumulate=accumulate, parallel=plan)
         try:
             check_combinations(laid, size)
@@ -91,14 +102,14 @@ def plans(run: RunConfig, mesh: MeshSpec) -> Iterator[RunConfig]:
 @proof("plan", count=40, sample=1, bound=1e-9)
 def search_is_brute_force(seed: int) -> float:
     """Step time of the search's first layout over that of the fastest of all that fit, less one."""
-    run, cluster = drawn(seed)
-    found = layout_search.search(run, cluster).layouts
+    run, cluster, documents = drawn(seed)
+    found = layout_search.search(run, cluster, documents=documents).layouts
     fastest = math.inf
-    for mesh in meshes(run):
+    for mesh in meshes(run, documents):
         if cluster.topology.platform == "gpu" and dict(mesh.axes).get("tensor", 1) > cluster.topology.shape[-1]:
             continue  # not over the network between nodes
-        for laid in plans(run, mesh):
-            layout = layout_search.predict_layout(laid, mesh, cluster)
+        for laid in plans(run, mesh, documents):
+            layout = layout_search.predict_layout(laid, mesh, cluster, documents=documents)
             if layout.fits:
                 fastest = min(fastest, layout.time.seconds)
     if not found:
