@@ -231,17 +231,13 @@ def within_budget(
 def _cluster_here() -> Cluster:
     import jax
 
-    from jaxllm.plan.hardware import TABLE, Cluster
-    from sharding.topology import GENERATIONS
+    from jaxllm.plan.automatic_layout import cluster_here
+    from jaxllm.plan.hardware import TABLE
 
-    device, count = jax.devices()[0], jax.device_count()
-    known = (name for name, one in GENERATIONS.items() if one.device_kind == device.device_kind and name in TABLE)
-    name = None if device.platform == "cpu" else next(known, None)
-    found = None if name is None else Cluster.sized(TABLE[name], count)
-    if found is None:
+    if (found := cluster_here()) is None:
         raise UsageError(
-            f"--host: how long copies to the host take is known of {', '.join(TABLE)}, not of {count} times "
-            f"{device.device_kind}; leave --host out."
+            f"--host: how long copies to the host take is known of {', '.join(TABLE)}, not of {jax.device_count()} "
+            f"times {jax.devices()[0].device_kind}; leave --host out."
         )
     return found
 

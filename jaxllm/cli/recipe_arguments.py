@@ -173,11 +173,16 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
     def run() -> int:
         words, file = without_together(sys.argv[1:] if argv is None else argv)
         words, budget = without_budget(words)
+        words, on = without_topology(words)
         if budget is not None and file is not None:
             raise UsageError("--together trains several runs in one step; give each its model.remat, not --within.")
         config = configure(recipe, words, prog)
         use_compilation_cache()
+        if on and config.mesh != "auto":
+            raise UsageError(f"--on {on}: the devices that --mesh auto plans for; give both, or leave --on out.")
         with processes(config.distributed):
+            if config.mesh == "auto":
+                config = planned_here(config, on)
             if budget is not None:
                 config = fitted_here(config, budget)
             if file is not None:
@@ -186,6 +191,32 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
         return 0 if finished.complete else 128 + (finished.signal or 0)
 
     return guarded(run)
+
+
+def without_topology(argv: list[str]) -> tuple[list[str], str]:
+    """The arguments of `jaxllm train` without ``--on TOPOLOGY``, and the topology; empty where there is none."""
+    rest, words, on = [], iter(argv), ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--on":
+            on = value if equals else next(words, "")
+            if not on:
+                raise UsageError("--on: give the topology that --mesh auto plans for, such as v6e:2x4.")
+        else:
+            rest.append(word)
+    return rest, on
+
+
+def planned_here(config: RunConfig, on: str) -> RunConfig:
+    """The run with the layout that the search finds for the devices that are here; prints it."""
+    import jax
+
+    from jaxllm.plan.automatic_layout import automatic_layout, describe
+
+    layout = automatic_layout(config, on)
+    if jax.process_index() == 0:
+        print(describe(layout), flush=True)
+    return layout.run
 
 
 def start_training(config: RunConfig) -> TrainResult:

@@ -144,6 +144,21 @@ class ContextSlots:
             lengths: tokens of each document, in the order of the flattened batch; negative for runs of padding, of
                 so many tokens.
         """
+        return self._placement(np.abs(np.asarray(lengths, np.int64)), *self._assigned(lengths))
+
+    def loads(self, lengths: Sequence[int]) -> tuple[list[int], Int[np.ndarray, "m slots"]]:
+        """Ring size of each micro-step with tokens, and pairs of a query and a key that each device computes in it.
+
+        Args:
+            lengths: as for ``place``.
+        """
+        _, rings, work = self._assigned(lengths)
+        return [*rings, *[1] * (len(work) - len(rings))], work
+
+    def _assigned(
+        self, lengths: Sequence[int]
+    ) -> tuple[list[tuple[int, int, np.ndarray]], list[int], Int[np.ndarray, "m slots"]]:
+        """Slots of the documents: (slot, document, its tokens there); rings of the first micro-steps; work of all."""
         sizes = np.abs(np.asarray(lengths, np.int64))
         documents = np.flatnonzero(np.asarray(lengths) > 0)
         documents = documents[np.argsort(-sizes[documents], kind="stable")]
@@ -151,7 +166,8 @@ class ContextSlots:
         long, short = (
             documents[there].tolist() for there in (sizes[documents] > self.slot, sizes[documents] <= self.slot)
         )
-        rings, parts = [], []  # parts: (slot, document, its tokens there)
+        rings: list[int] = []
+        parts: list[tuple[int, int, np.ndarray]] = []
         while long:
             ring = next(n for n in self.sizes if n * self.slot >= sizes[long[0]])
             first = each * len(rings)
@@ -166,7 +182,7 @@ class ContextSlots:
         ]
         at, slots = min(ways, key=lambda way: (way[1].longest + self.slot * self.token_pairs).sum())
         parts += [(slot, d, np.arange(int(sizes[d]))) for slot, d in zip(at.tolist(), short, strict=True)]
-        return self._placement(sizes, parts, rings, slots.work.reshape(-1, each))
+        return parts, rings, slots.work.reshape(-1, each)
 
     def _placement(
         self,

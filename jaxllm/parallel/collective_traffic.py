@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxllm.models import BlockConfig, Functional
+from jaxllm.models import BlockConfig, Functional, MoeConfig
 from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
@@ -100,7 +100,8 @@ class _Step:
             f'residual = "{config.residual}"': config.residual != "plain",
             "a tied embedding": config.tied,
             "learned positions": config.learned_positions is not None,
-            "experts folded otherwise than whole over data, fsdp and expert": self._folds_more(),
+            "experts folded with a split sequence, their width over tensor and axes that split tokens": self._mixes(),
+            'experts folded beside overlap = "ring"': self._folded() is not None and self.plan.overlap == "ring",
         }
         names = [name for name, is_so in unknown.items() if is_so]
         for block in dict.fromkeys(config.blocks):
@@ -115,13 +116,15 @@ class _Step:
         folding = self.model.rules.folding
         return None if folding is None else folding.table(self.mesh.shape)
 
-    def _folds_more(self) -> bool:
-        """Whether experts in their folding have other collectives than the exchange of tokens."""
-        if (folded := self._folded()) is None:
-            return False
-        return bool(folded["expert_mlp"]) or not {"data", "fsdp", "expert"}.issuperset(
-            (*folded["experts"], *self.axes("seq"))
-        )
+    def _mixes(self) -> bool:
+        """Whether the experts' width is split over ``tensor`` and others, and the sequence over ``tensor`` too."""
+        width = self._width()
+        return self.plan.sequence and "tensor" in width and len(width) > 1
+
+    def _width(self) -> tuple[str, ...]:
+        """Mesh axes that the width of experts is split over."""
+        folded = self._folded()
+        return self.axes("expert_mlp") if folded is None else folded["expert_mlp"]
 
     def weights(self) -> Iterator[ExpectedCollective]:
         """All-gathers of weights, and sums of their gradients (FSDP, data parallelism)."""
@@ -138,10 +141,12 @@ class _Step:
         stored, used = _axes(spec), _axes(rules.spec(logical, self.mesh, gathered=True))
         over = tuple(a for a in stored if a not in used)
         tokens = self.axes(*TOKENS) if matrix or not self.plan.sequence else self.axes("batch", "residual_seq")
-        rest = tuple(a for a in tokens if a not in stored)
         dtype = self.model.config.dtype if matrix else leaf.dtype
         if name.endswith("/router"):
             dtype = jnp.promote_types(dtype, jnp.float32)
+            folded = self._folded()
+            tokens = tokens if folded is None else (*self.axes("batch"), *self._there(folded["router_seq"]))
+        rest = tuple(a for a in tokens if a not in stored)
         width = jnp.dtype(dtype).itemsize
         whole = math.prod(leaf.shape) // self.size(used) * width
         part = whole // self.size(over)
@@ -246,7 +251,7 @@ class _Step:
         config, micro = self.model.config, self.accumulate
         tokens = self.rows * self.seq_len // self.size(self.axes(*TOKENS))
         for block, layers in Counter(config.blocks).items():
-            for one in (*self._residual(tokens), *self._attention(block, tokens), *self._experts(block, tokens)):
+            for one in (*self._residual(block, tokens), *self._attention(block, tokens), *self._experts(block, tokens)):
                 yield replace(one, count=one.count * layers * micro)
         for one in (*self._ends(tokens), *self._arranged()):
             yield replace(one, count=one.count * micro)
@@ -259,12 +264,17 @@ class _Step:
     def _bytes(self, *dims: int) -> int:
         return math.prod(dims) * jnp.dtype(self.model.config.dtype).itemsize
 
-    def _residual(self, tokens: int) -> Iterator[ExpectedCollective]:
+    def _residual(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
         """Residual stream into and out of attention and the feed-forward layer, forward and backward.
 
-        The recomputation of a block leaves out the collectives whose results the backward pass does not need.
+        The recomputation of a block leaves out the collectives whose results the backward pass does not need. Experts
+        whose width is not split over ``tensor`` alone have others (``_experts``).
         """
         tensor, stream = self.axes("act_heads"), self._bytes(tokens, self.model.config.embed_dim)
+        if block.mlp.mixture is not None and self._width() != tensor:
+            gathers, sums = 1 + self.passes, 1 + self.passes
+        else:
+            gathers, sums = 2 + 2 * self.passes, 3 + self.passes
         if self.plan.overlap == "ring":
             # The recomputation leaves out the sum of the last matmul, as below; the gathered sequence is kept for the
             # weight gradients.
@@ -273,10 +283,10 @@ class _Step:
                 "collective-permute", tensor, around * (5 + 3 * self.passes), stream // self.size(tensor), "activations"
             )
         elif self.plan.sequence:
-            yield ExpectedCollective("all-gather", tensor, 2 + 2 * self.passes, stream, "activations")
-            yield ExpectedCollective("reduce-scatter", tensor, 3 + self.passes, stream, "activations")
+            yield ExpectedCollective("all-gather", tensor, gathers, stream, "activations")
+            yield ExpectedCollective("reduce-scatter", tensor, sums, stream, "activations")
         else:
-            yield ExpectedCollective("all-reduce", tensor, 3 + self.passes, stream, "activations")
+            yield ExpectedCollective("all-reduce", tensor, sums, stream, "activations")
 
     def _ends(self, tokens: int) -> Iterator[ExpectedCollective]:
         """Collectives of the embedding and the loss, whose vocabulary is split."""
@@ -339,6 +349,8 @@ class _Step:
         over = self.axes("experts") if folded is None else folded["experts"]
         if (moe := block.mlp.mixture) is None:
             return
+        yield from self._between_factorings(moe, tokens)
+        tokens = self._sent_tokens(tokens)
         rows = tokens * moe.top_k
         if moe.capacity is not None:
             buffer = self._bytes(
@@ -355,6 +367,39 @@ class _Step:
         yield ExpectedCollective("ragged-all-to-all", over, 2, back, "results back; the gradients of tokens")
         slots = self.size(over) * rows * scale
         yield ExpectedCollective("all-to-all", over, 3, slots, "the tokens' combine weights, and their gradients")
+
+    def _sent_tokens(self, tokens: int) -> int:
+        """Tokens that a device sends to experts, where it has so many elsewhere."""
+        if (folded := self._folded()) is None:
+            return tokens
+        there = self.size(self._there((*folded["expert_batch"], *folded["expert_seq"])))
+        return tokens * self.size(self.axes(*TOKENS)) // there
+
+    def _there(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the mesh axes that have more than one device."""
+        return tuple(axis for axis in axes if self.mesh.shape.get(axis, 1) > 1)
+
+    def _between_factorings(self, moe: MoeConfig, tokens: int) -> Iterator[ExpectedCollective]:
+        """Collectives of tokens between the devices' factoring for attention and that for experts."""
+        config, width, tensor = self.model.config, self._width(), self.axes("act_heads")
+        wide = jnp.promote_types(config.dtype, jnp.float32).itemsize
+        if tensor and "tensor" not in width:  # each device routes a part of the tokens
+            over, scores, chosen = tensor, tokens * moe.experts * wide, tokens * moe.top_k * 4
+            yield ExpectedCollective("all-gather", over, 1, 2 * scores + chosen, "routing of all tokens")
+            yield ExpectedCollective("all-gather", over, self.passes - 1, scores + chosen, "routing, again")
+            if not self.plan.sequence:
+                stream = self._bytes(tokens, config.embed_dim)
+                yield ExpectedCollective("all-gather", over, 2, stream, "results of experts; gradients of tokens")
+        sent = self._sent_tokens(tokens)
+        stream, weights = self._bytes(sent, config.embed_dim), sent * moe.top_k * wide
+        if (apart := tuple(axis for axis in width if axis != "tensor")) == ():
+            yield ExpectedCollective("all-reduce", width, 1, weights, "gradients of combine weights")
+            return
+        chosen = weights + sent * moe.top_k * 4
+        yield ExpectedCollective("all-gather", apart, self.passes, stream + chosen, "tokens to shards of the width")
+        yield ExpectedCollective("all-gather", apart, 1, stream, "gradients of their results")
+        yield ExpectedCollective("reduce-scatter", width, 2, stream, "results of the width; gradients of tokens")
+        yield ExpectedCollective("reduce-scatter", width, 1, weights, "gradients of combine weights")
 
     def _arranged(self) -> Iterator[ExpectedCollective]:
         """All-gathers that bring the four arrays of a batch into the order of the layout."""

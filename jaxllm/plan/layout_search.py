@@ -21,6 +21,7 @@ from jaxllm.models import DecoderConfig
 from jaxllm.parallel.mesh_search import factorings
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.stage_layout import assign_units
+from jaxllm.plan.document_batch import DocumentBatch
 from jaxllm.plan.formulas import memory_estimate as memory
 from jaxllm.plan.formulas import step_time as time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
@@ -33,6 +34,7 @@ from jaxllm.train.combinations import check_combinations
 from jaxllm.train.run import check_batch
 from jaxllm.train.step.pipelined_loss import stage_depths
 from sharding import AXES, MeshSpec, Rules, ShardingError
+from sharding.folding import FOLDED, legal
 
 REMATS = ("none", "elementwise", "full")
 """Remat policies, from the fastest to the one that saves least."""
@@ -91,10 +93,21 @@ class LayoutSearchResult:
     tried: int
 
 
-def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAULT) -> LayoutSearchResult:
+def search(
+    run: RunConfig,
+    cluster: Cluster,
+    *,
+    calibration: Calibration = DEFAULT,
+    documents: DocumentBatch | None = None,
+) -> LayoutSearchResult:
     """Searches all layouts of a run on a cluster; those that fit, fastest first, the best one of each mesh.
 
     The run's own mesh, remat, accumulate and parallel settings are ignored; its model, data and batch are kept.
+
+    Args:
+        run, cluster, calibration: what is planned.
+        documents: a batch of it, by which attention is predicted, and context by need is searched too; None: whole
+            rows.
 
     Raises:
         ConfigError: the run has outer steps or compressed gradients, whose memory and time have no formula.
@@ -110,18 +123,17 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
     fitting: list[ParallelLayout] = []
     nearest: tuple[int, RunConfig, MeshSpec, MemoryEstimate] | None = None
     tried = 0
-    for mesh in meshes(run, cluster):
-        for runs in _families(run, mesh):
+    for mesh in meshes(run, cluster, documents):
+        for runs in _families(run, mesh, documents):
             for laid in runs:
                 if not _runs(laid, mesh):
                     continue
                 tried += 1
-                work = DeviceWork.of(laid, mesh)
+                work = _work(laid, mesh, documents)
                 taken = memory.predict_work(work, cluster.topology)
                 over = taken.total - limit
                 if over <= 0:
-                    took = time.predict_work(work, cluster, calibration)
-                    fitting.append(ParallelLayout(laid, mesh, taken, took, limit))
+                    fitting.append(_predicted(laid, work, taken, cluster, calibration, limit, documents))
                     break  # the rest of the family computes or communicates more
                 if nearest is None or over < nearest[0]:
                     nearest = over, laid, mesh, taken
@@ -129,21 +141,41 @@ def search(run: RunConfig, cluster: Cluster, *, calibration: Calibration = DEFAU
     least = None
     if not fitting and nearest is not None:
         _, laid, mesh, taken = nearest
-        least = ParallelLayout(laid, mesh, taken, time.predict(laid, cluster, mesh, calibration), limit)
+        least = _predicted(laid, _work(laid, mesh, documents), taken, cluster, calibration, limit, documents)
     return LayoutSearchResult(tuple(_distinct(fitting)), least, tried)
 
 
 def predict_layout(
-    run: RunConfig, mesh: MeshSpec, cluster: Cluster, calibration: Calibration = DEFAULT, limit: int | None = None
+    run: RunConfig,
+    mesh: MeshSpec,
+    cluster: Cluster,
+    calibration: Calibration = DEFAULT,
+    limit: int | None = None,
+    documents: DocumentBatch | None = None,
 ) -> ParallelLayout:
     """Prediction for a run as it is, on a legal mesh."""
-    return ParallelLayout(
-        run,
-        mesh,
-        memory.predict(run, mesh, cluster.topology),
-        time.predict(run, cluster, mesh, calibration),
-        memory_limit(cluster) if limit is None else limit,
-    )
+    work = _work(run, mesh, documents)
+    taken, limit = memory.predict_work(work, cluster.topology), memory_limit(cluster) if limit is None else limit
+    return _predicted(run, work, taken, cluster, calibration, limit, documents)
+
+
+def _work(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None) -> DeviceWork:
+    return DeviceWork.of(run, mesh) if documents is None else documents.work(run, mesh).on(mesh)
+
+
+def _predicted(
+    run: RunConfig,
+    work: DeviceWork,
+    taken: MemoryEstimate,
+    cluster: Cluster,
+    calibration: Calibration,
+    limit: int,
+    documents: DocumentBatch | None,
+) -> ParallelLayout:
+    took = time.predict_work(work, cluster, calibration)
+    if documents is not None:
+        took = dataclasses.replace(took, flops=documents.model_flops(run.model))
+    return ParallelLayout(run, work.mesh, taken, took, limit)
 
 
 def suggest_fitting(run: RunConfig, cluster: Cluster) -> str:
@@ -176,14 +208,14 @@ def memory_limit(cluster: Cluster) -> int:
     return int(cluster.hardware.hbm_bytes * ROOM[cluster.topology.platform])
 
 
-def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
+def meshes(run: RunConfig, cluster: Cluster, documents: DocumentBatch | None = None) -> Iterator[MeshSpec]:
     """Candidate meshes over the axes that can help this run, in a fixed order."""
     devices = cluster.devices
     neighbours = cluster.topology.shape[-1] if cluster.topology.platform == "gpu" else 16
     engine = run.engine_beside
     # An engine on the run's own mesh does not serve over stages.
     names = ["data", "fsdp"] if engine is not None and not engine.mesh else ["data", "stage", "fsdp"]
-    if run.data.seq_len >= LONG_ROW:
+    if run.data.seq_len >= LONG_ROW or documents is not None:
         names.append("context")
     if is_mixture(run):
         names.append("expert")
@@ -205,14 +237,65 @@ def meshes(run: RunConfig, cluster: Cluster) -> Iterator[MeshSpec]:
         yield mesh
 
 
-def _families(run: RunConfig, mesh: MeshSpec) -> Iterator[Iterator[RunConfig]]:
+def _families(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None = None) -> Iterator[Iterator[RunConfig]]:
     """Candidate runs on a mesh, in groups whose first fitting member is the fastest."""
+    for experts in foldings(run, mesh):
+        yield from _families_of(run, mesh, experts)
+        if documents is not None and dict(mesh.axes).get("context", 1) > 1 == dict(mesh.axes).get("stage", 1):
+            yield from _by_need(run, mesh, experts)
+
+
+def _by_need(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Iterator[RunConfig]]:
+    """Candidate runs with context by need: slots as long as micro-batches of all sizes make them."""
+    sequence = dict(mesh.axes).get("tensor", 1) > 1
+    plan = dataclasses.replace(
+        run.parallel, context="by_need", slot=0, sequence=sequence, overlap="compiler", experts=experts
+    )
+    for n in range(1, MOST_MICRO_BATCHES + 1):
+        if run.data.batch_size % n == 0 and _legal(run, plan, mesh, n):
+            for remat, zero in itertools.product(REMATS, (3, 2, 1)):
+                yield iter([_laid(run, plan, mesh, n, remat, zero)])
+
+
+def foldings(run: RunConfig, mesh: MeshSpec) -> Iterator[str]:
+    """Candidate foldings of a run's experts on a mesh (``ParallelConfig.experts``): none first, then all others.
+
+    Outside of experts the mesh axis ``expert`` is as ``fsdp``: where a folding treats both alike, it is that of the
+    mesh which has them as one axis, and left out here.
+    """
+    yield ""
+    size = dict(mesh.axes)
+    plain = {name: tuple(axis for axis in (name,) if size.get(axis, 1) > 1) for name in ("expert", "tensor")}
+    mixtures = list(run.model.mixtures.values())
+    if not mixtures:
+        return
+    neighbours = plain["expert"] and size.get("context", 1) == 1
+    for folding in dict.fromkeys(legal(tuple((axis, size[axis]) for axis in FOLDED if size.get(axis, 1) > 1))):
+        table = folding.table(size)
+        shards, width = table["experts"], table["expert_mlp"]
+        if (shards, width) == (plain["expert"], plain["tensor"]):
+            continue
+        if neighbours and all(("fsdp" in axes) == ("expert" in axes) for axes in (shards, width)):
+            continue
+        if all(moe.experts % folding.expert == 0 == moe.hidden % folding.tensor for moe in mixtures):
+            yield str(folding)
+
+
+def _families_of(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Iterator[RunConfig]]:
     size = dict(mesh.axes)
     ways = math.prod(size.get(name, 1) for name in ("data", "fsdp", "expert"))
     rows, stages = run.data.batch_size // ways, size.get("stage", 1)
     micro = [n for n in range(1, MOST_MICRO_BATCHES + 1) if rows % n == 0]
     plan = dataclasses.replace(
-        run.parallel, sequence=size.get("tensor", 1) > 1, overlap="compiler", chunks=0, depths=(), offload=0.0
+        run.parallel,
+        sequence=size.get("tensor", 1) > 1,
+        overlap="compiler",
+        context="ring",
+        slot=0,
+        experts=experts,
+        chunks=0,
+        depths=(),
+        offload=0.0,
     )
     if stages == 1:
         if not _legal(run, plan, mesh, 1):

@@ -172,3 +172,24 @@ def test_a_saved_recipe_is_the_layouts_run(tmp_path):
     layout = layout_search.search(quickstart(), cluster).layouts[0]
     name = write_recipe(tmp_path / "mine.py", layout, cluster)
     assert cli.find_recipe(name)() == layout.run
+
+
+def test_foldings_of_experts_are_those_that_lay_them_out_in_another_way():
+    mesh, mixture = MeshSpec.parse("fsdp=2,expert=2,tensor=2"), cut(mixtral_8x22b(), 2, 8)
+    found = {
+        text: list(layout_search.foldings(mixture, MeshSpec.parse(text))) for text in ("fsdp=8", "fsdp=4,expert=2")
+    }
+    assert list(layout_search.foldings(mixture, mesh)) == ["", "expert=4", "expert=1,tensor=4", "expert=2,tensor=4"]
+    assert found["fsdp=8"] == ["", "expert=8", "expert=1,tensor=8"]
+    # Where both axes are folded alike, fsdp=4,expert=2 is fsdp=8.
+    assert found["fsdp=4,expert=2"] == ["", "expert=1,tensor=2", "expert=4,tensor=2"]
+    assert list(layout_search.foldings(cut(llama3_8b(), 2, 8), mesh)) == [""]
+
+
+def test_a_folding_is_shown_and_saved(tmp_path, capsys):
+    recipe = tmp_path / "planned.py"
+    asked = ["--on", "h100:1x8", "--no-compile", "--top", "40", "--save", str(recipe)]
+    asked += ["--model.layers", "2", "--data.batch-size", "8", "--data.seq-len", "512"]
+    assert cli.main(["plan", "mixtral_8x22b", *asked]) == 0
+    said = capsys.readouterr().out
+    assert "experts expert=" in said

@@ -25,6 +25,7 @@ from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_wit
 from jaxllm.models.moe.router import RouterConfig, Routing, route
 from jaxllm.models.packed_weight import axes_of_arrays
 from jaxllm.models.params import at_least_f32, constant, use
+from pallas_kernels._compat import vary_over
 
 TOKENS = ("batch", "router_seq", None)
 """Tokens in the router: where experts are folded, they are split over ``tensor`` too."""
@@ -109,7 +110,7 @@ class MoeConfig(FeedForwardLayer):
 
     def without_traffic_formula(self, tensor: int) -> list[str]:
         """Features whose collectives have no formula."""
-        return (["experts over tensor"] + ["biases of split layers"] * self.bias) * (tensor > 1)
+        return ["biases of split layers"] * (self.bias and tensor > 1)
 
     def describe(self) -> str:
         """One line for people."""
@@ -168,6 +169,9 @@ class Experts(nnx.Module):
             if width_axes and config.bias:  # the output is summed over the shards of the width, and the bias with it
                 own["down_bias"] = own["down_bias"] / jax.lax.axis_size(width_axes)
             rows, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
+            # From here on each shard of the width has gradients of its own: they are summed once for a token, and not
+            # for each of its choices.
+            rows, shares = (vary_over(a, frozenset(width_axes)) for a in (rows, shares))
             run = functools.partial(_feed_forward, config)
             axes, count = expert_axes or None, own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
@@ -250,7 +254,9 @@ class Moe(nnx.Module):
         """Output of the layer, and the routing of its tokens."""
         own = sharding.constrain(x, *TOKENS)
         routing = self.routing(own)
-        out, dropped = self.experts(own, routing.experts, routing.weights)
+        # Where tensor splits the sequence outside, experts read it from there: sums of its gradient stay split.
+        is_gathered = len(sharding.axis_names("residual_seq")) > len(sharding.axis_names("router_seq"))
+        out, dropped = self.experts(x if is_gathered else own, routing.experts, routing.weights)
         # Statistics of the routing are sums over the tokens of a batch, which the rest of the model splits.
         logits, shares, chosen, weights = (sharding.constrain(one, "batch", "seq", None) for one in routing[:-1])
         return self.with_shared(x, out), Routing(logits, shares, chosen, weights, dropped)
@@ -265,7 +271,8 @@ class Moe(nnx.Module):
 
     def with_shared(self, x: Float[Array, "B S D"], out: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Output of the layer: that of the experts, and the shared expert's."""
-        out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
+        for _ in range(2):  # the second says how the gradient is split: compilers would gather a folded one twice
+            out = sharding.constrain(out, "batch", "residual_seq", "act_embed")
         if self.config.shared:
             with jax.named_scope("shared_expert"):
                 out = out + self.shared.transform(x)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import sharding
+
 TOP_OF_GROUP = {"best": 1, "best two": 2}
 
 
@@ -125,9 +127,9 @@ def route(
     if config.groups > 1:
         worth = _in_best_groups(config, worth)
     if worth is scores:
-        weights, experts = jax.lax.top_k(scores, top_k)
+        weights, experts = _top_k(scores, top_k)
     else:
-        _, experts = jax.lax.top_k(jax.lax.stop_gradient(worth), top_k)
+        _, experts = _top_k(jax.lax.stop_gradient(worth), top_k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.normalize:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -139,7 +141,15 @@ def route(
 def _in_best_groups(config: RouterConfig, worth: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Scores with minus infinity for experts of groups that a token does not choose."""
     grouped = worth.reshape(*worth.shape[:-1], config.groups, -1)
-    best, _ = jax.lax.top_k(grouped, TOP_OF_GROUP[config.group_score])
-    _, chosen = jax.lax.top_k(jnp.sum(best, axis=-1), config.top_groups)
+    best, _ = _top_k(grouped, TOP_OF_GROUP[config.group_score])
+    _, chosen = _top_k(jnp.sum(best, axis=-1), config.top_groups)
     kept = jnp.any(jax.nn.one_hot(chosen, config.groups, dtype=bool), axis=-2)
     return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(worth.shape)
+
+
+def _top_k(x: Float[Array, "*tokens N"], k: int) -> tuple[Float[Array, "*tokens K"], Int[Array, "*tokens K"]]:
+    """``jax.lax.top_k`` over the last dimension, of each device's tokens.
+
+    Where both B and S are split, the GPU compiler would gather the scores of the whole batch on every device.
+    """
+    return sharding.by_shard(lambda part: tuple(jax.lax.top_k(part, k)), x)

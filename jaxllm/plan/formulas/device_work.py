@@ -74,6 +74,21 @@ class DeviceWeight:
     bytes: float = 0.0
 
 
+class RingShare(NamedTuple):
+    """Share of the transfers around all of ``context`` that take place, from 0 to 1: less than 1 with context by need.
+
+    Attributes:
+        steps: of those of a ring's steps.
+        rounds: of those that a micro-step has once.
+    """
+
+    steps: float = 1.0
+    rounds: float = 1.0
+
+
+WHOLE = RingShare()
+
+
 @dataclass(frozen=True)
 class DeviceWork:
     """A run on a mesh as one device sees it.
@@ -91,6 +106,9 @@ class DeviceWork:
         expert_tensor: number of shards of the experts' width.
         stages: pipeline stages; 1 without a pipeline.
         micro_batches: micro-batches of a step.
+        pairs: keys of a query on the busiest device, on average, where the documents of a batch are known
+            (``jaxllm.plan.document_batch``); 0: those of whole rows.
+        rings: share of the transfers around ``context`` that take place.
     """
 
     run: RunConfig
@@ -104,6 +122,8 @@ class DeviceWork:
     expert_tensor: int
     stages: int
     micro_batches: int
+    pairs: float = 0.0
+    rings: RingShare = WHOLE
 
     @classmethod
     def of(cls, run: RunConfig, mesh: MeshSpec) -> DeviceWork:
@@ -193,11 +213,16 @@ class DeviceWork:
 
     def scores(self, block: BlockConfig) -> float:
         """Attention scores of a token, in all heads of one device."""
-        return block.attention.heads * causal_mean(self.row, block.attention.window) / self.tensor
+        return block.attention.heads * self._keys(block) / self.tensor
 
     def attended(self, block: BlockConfig) -> float:
         """Multiply-accumulates of a token's scores (or values) with the tokens it attends to, on one device."""
-        return block.attention.attention_macs * causal_mean(self.row, block.attention.window) / self.tensor
+        return block.attention.attention_macs * self._keys(block) / self.tensor
+
+    def _keys(self, block: BlockConfig) -> float:
+        """Keys that a query attends to, on average."""
+        row = causal_mean(self.row, block.attention.window)
+        return min(row, self.pairs) if self.pairs else row
 
 
 def is_exchanged(moe: MoeConfig, shards: int) -> bool:

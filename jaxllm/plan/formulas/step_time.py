@@ -64,6 +64,7 @@ WEIGHTS = ("weights", "gradients", "sums of gradients", *ONCE)
 BESIDE = "outer step, beside the steps"
 """Purpose of collectives that no operation of the step waits for (CO2)."""
 RING = ("keys and values, forward", "keys and values, backward")
+RING_ENDS = ("their gradients, one step behind", "their gradients, home")
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,7 @@ def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calib
 
 def predict_work(work: DeviceWork, cluster: Cluster, calibration: Calibration = DEFAULT) -> StepTime:
     """Step time of a device's work, see ``predict``."""
-    run, mesh = work.run, work.mesh
-    platform = cluster.topology.platform
+    run, platform = work.run, cluster.topology.platform
     rates = _Rates(cluster.hardware, platform, calibration, work.width, run.model.matmul_precision)
     forward, backward, again = (_Pass(work, rates, kind) for kind in ("forward", "backward", "again"))
     micro = work.micro_batches
@@ -164,7 +164,7 @@ def predict_work(work: DeviceWork, cluster: Cluster, calibration: Calibration = 
     kept_arrays = state_bytes(work, parameters) + average_bytes(run, averaged)
     update = rates.stream(UPDATE_PASSES * parameters + 2 * kept_arrays)
     around = micro * (forward.attention + backward.attention + again.attention)
-    near, far, hidden = _exposed(run, cluster, mesh, calibration, compute, around)
+    near, far, hidden = _exposed(work, cluster, calibration, compute, around)
     state = offload_time.layer_share(work) * state_bytes(work, parameters)
     host = _host(work, cluster.hardware, calibration, compute, state)
     busy = compute + waiting + kept + sum(near.values()) + sum(far.values()) + host
@@ -237,19 +237,20 @@ class _Pass:
 
 
 def _exposed(
-    run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calibration, compute: float, attention: float
+    work: DeviceWork, cluster: Cluster, calibration: Calibration, compute: float, attention: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Seconds of collectives by mesh axes: (exposed near, exposed far, overlapped)."""
-    network = _network(cluster, mesh)
+    network = _network(cluster, work.mesh)
     near: dict[str, float] = {}
     far: dict[str, float] = {}
     hidden: dict[str, float] = {}
     found: dict[tuple[str, bool], float] = {}
     classes: dict[str, float] = {}
-    for one in collectives(run, mesh):
+    for one in collectives(work.run, work.mesh):
         time = network.time(_carried_out(one, network), one.axes, one.bytes)
         slow, axes = time.far > time.near, "+".join(one.axes)
-        seconds = time.seconds * one.count / calibration.link
+        share = work.rings.steps if one.why in RING else work.rings.rounds if one.why in RING_ENDS else 1.0
+        seconds = time.seconds * one.count * share / calibration.link
         # Compilers leave the sums of a layer's gradients at the end of the loop's body, where nothing is beside them.
         room = "weights" if one.why == "weights" else "ring" if one.why in RING else "none"
         room = "steps" if one.why == BESIDE else room
@@ -259,7 +260,7 @@ def _exposed(
     rooms["steps"] = compute
     for (key, slow), seconds in found.items():
         room, axes = key.split("/")
-        share = max(0.0, 1 - rooms[room] / classes[room])
+        share = max(0.0, 1 - rooms[room] / classes[room]) if classes[room] else 1.0
         into = far if slow else near
         into[axes] = into.get(axes, 0.0) + seconds * share
         hidden[axes] = hidden.get(axes, 0.0) + seconds * (1 - share)

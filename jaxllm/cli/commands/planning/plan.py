@@ -16,13 +16,14 @@ from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 if TYPE_CHECKING:
     from jaxllm.plan.compiled_layout import CompiledLayout
+    from jaxllm.plan.document_batch import DocumentBatch
     from jaxllm.plan.formulas.calibration import Calibration
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.layout_search import ParallelLayout
     from jaxllm.train import RunConfig
 
 
-PLAN_VALUES = ("--on", "--top", "--explain", "--save", "--json", "--tokens", "--hardware", "--calibrate")
+PLAN_VALUES = ("--on", "--top", "--explain", "--save", "--json", "--tokens", "--hardware", "--calibrate", "--documents")
 PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h")
 
 
@@ -45,6 +46,7 @@ def plan(argv: list[str]) -> int:
         tokens: float | None = None,
         hardware: Path | None = None,
         calibrate: Path | None = None,
+        documents: Path | None = None,
         as_is: bool = False,
     ) -> int:
         """Searches meshes, remat, micro-batches and pipeline schedules; compiles the layouts predicted to be fastest.
@@ -64,10 +66,13 @@ def plan(argv: list[str]) -> int:
             tokens: number of training tokens, such as 15e12, to estimate time and cost for.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             calibrate: directory of a run on such devices, whose profile gives the achieved shares of the data sheet.
+            documents: file of document lengths, in tokens, one for each of a sample of documents: a batch is drawn from
+                them, attention is predicted for its documents, and context by need is searched too.
             as_is: predict the run's own mesh and settings instead of searching.
         """
         from jaxllm.files import write_json
         from jaxllm.plan import hardware as table
+        from jaxllm.plan.document_batch import DocumentBatch, read_lengths
         from jaxllm.plan.hardware import Cluster
         from jaxllm.plan.plan_export import to_json
 
@@ -78,12 +83,13 @@ def plan(argv: list[str]) -> int:
         clusters = [Cluster.parse(name, known) for name in on.split(",")]
         if save is not None and len(clusters) > 1:
             raise UsageError(f"--save {save} needs a single topology, not --on {on}.")
+        batch = None if documents is None else DocumentBatch.drawn(read_lengths(documents), config)
         found, status = [], 0
         for number, cluster in enumerate(clusters):
             if number:
                 print()
             attained = _calibration(calibrate, cluster)
-            layouts = _layouts(config, cluster, top, as_is, attained)
+            layouts = _layouts(config, cluster, top, as_is, attained, batch)
             if not layouts:
                 status = 1
                 continue
@@ -116,7 +122,12 @@ def _calibration(run: Path | None, cluster: Cluster) -> Calibration:
 
 
 def _layouts(
-    config: RunConfig, cluster: Cluster, top: int, as_is: bool, calibration: Calibration
+    config: RunConfig,
+    cluster: Cluster,
+    top: int,
+    as_is: bool,
+    calibration: Calibration,
+    documents: DocumentBatch | None,
 ) -> list[ParallelLayout]:
     """Searches and prints the best layouts; prints why and returns none where none fits."""
     from jaxllm.plan import layout_search, plan_view
@@ -129,10 +140,10 @@ def _layouts(
     )
     if as_is:
         mesh = described_mesh(config, cluster.devices, cluster.topology)
-        layouts = [layout_search.predict_layout(config, mesh, cluster, calibration)]
+        layouts = [layout_search.predict_layout(config, mesh, cluster, calibration, documents=documents)]
         tried = 1
     else:
-        found = layout_search.search(config, cluster, calibration=calibration)
+        found = layout_search.search(config, cluster, calibration=calibration, documents=documents)
         layouts, tried = list(found.layouts), found.tried
         if not layouts:
             print(plan_view.nothing_fits(found, cluster, layout_search.suggest_fitting(config, cluster)))
@@ -178,7 +189,8 @@ def _shown(
     chosen = layouts[(explain or 1) - 1]
     if explain is not None:
         print(f"\n{plan_view.explained(chosen, cluster)}\n")
-        print(link_traffic.text(link_traffic.traffic_of_choices(chosen.run, chosen.mesh, cluster), cluster))
+        if chosen.run.parallel.context != "by_need":
+            print(link_traffic.text(link_traffic.traffic_of_choices(chosen.run, chosen.mesh, cluster), cluster))
     if tokens is not None:
         print(f"\n{plan_view.price(cost(chosen, cluster, tokens), chosen)}")
     if save is not None:
