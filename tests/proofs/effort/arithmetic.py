@@ -28,8 +28,10 @@ from tests.proofs.harness import proof
 
 UNIFORM, MOST = 8, 16
 """N of the uniform policy, and most samples of a prompt under the adaptive one."""
-STEPS, FITTED, HELD_OUT = 90, 288, 128
-"""Steps of the SFT; prompts that the probe and the price are fitted to, and those that measure."""
+STEPS, PROBED, SAMPLES = 90, 640, 4
+"""Steps of the SFT; prompts that the probe is fitted to, and samples of each: more prompts tell more than samples."""
+PRICED, HELD_OUT = 160, 160
+"""Prompts that the price is fitted to, and those that measure."""
 KINDS = (
     ((100, 999), "+", (1, 1)),
     ((100, 999), "+", (10, 10)),
@@ -102,11 +104,6 @@ def counts_of(predicted: np.ndarray, price: float) -> np.ndarray:
     return np.array([samples_at_price(float(p), price, most=MOST, least=1) for p in predicted])
 
 
-def part(table: SampleOutcomes, which: slice) -> SampleOutcomes:
-    """Some prompts of a table."""
-    return SampleOutcomes(table.success[which], table.tokens[which], table.hidden[which])
-
-
 @proof(
     "effort",
     cases=("untrained", 0, 1, 2),
@@ -120,24 +117,22 @@ def adaptive_needs_fewer_tokens(case: str | int) -> dict[str, float]:
 
     The verifier is exact, so that a prompt is solved if one of its samples is right. Success is expected over which of
     the 16 drawn samples a policy has. The policy itself, run by the solver, draws as many samples as the table says.
-    The probe is fitted to two thirds of the training prompts, and the price to the others. The case "untrained" is a
-    test of the same on SmolLM2 as it is, with few prompts, of which nothing but these numbers of samples is asked.
+    Probe and price are fitted to prompts of their own. The case "untrained" is a test of the same on SmolLM2 as it is,
+    with few prompts, of which nothing but these numbers of samples is asked.
     """
-    seed, fitted, held_out = (0, 16, 8) if case == "untrained" else (int(case), FITTED, HELD_OUT)
-    rng = np.random.default_rng(seed)
-    everything = tasks(rng, 3000)
-    fit, test, learned = everything[:fitted], everything[fitted : fitted + held_out], everything[fitted + held_out :]
+    seed, sizes = (0, (16, 8, 8)) if case == "untrained" else (int(case), (PROBED, PRICED, HELD_OUT))
+    everything = tasks(np.random.default_rng(seed), 3000)
+    probed, priced, test, learned = (part.tolist() for part in np.split(np.array(everything), np.cumsum(sizes)))
     with tempfile.TemporaryDirectory() as name:
         model = "smollm2" if case == "untrained" else str(fine_tuned(Path(name), learned, seed))
-        sizes = EngineConfig(
+        engine = EngineConfig(
             max_sequences=32, max_batched_tokens=64, max_len=64, buckets=(64,), decode_steps=1, samplers=("full",)
         )
-        solver = EffortSolver(LLM(model, sizes))
+        solver = EffortSolver(LLM(model, engine))
         params, check = SamplingParams(max_tokens=8, seed=seed, temperature=TEMPERATURE), ArithmeticVerifier()
-        table = sample_outcomes(solver, fit, params, check, MOST)
-        most = 2 * len(fit) // 3
-        probe = SuccessProbe.fit(table.hidden[:most], table.rates[:most], penalty=0.1)
-        price = fitted_price(probe, part(table, slice(most, None)))
+        table = sample_outcomes(solver, probed, params, check, SAMPLES)
+        probe = SuccessProbe.fit(table.hidden, table.rates, penalty=0.3)
+        price = fitted_price(probe, sample_outcomes(solver, priced, params, check, MOST))
         held = sample_outcomes(solver, test, params, check, MOST)
         counts = counts_of(np.array([probe.predict(state) for state in held.hidden]), price)
         policy = AdaptiveBestOfK(probe, price, check, most=MOST)
