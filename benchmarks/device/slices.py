@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from benchmarks.peers.as_run import as_run
 from benchmarks.peers.setting import Setting
 from benchmarks.train_plan import SHAPES, fitted
 from jaxllm.config import to_dict
+from jaxllm.convert.load import LoadedModel
 from jaxllm.infer.decode_benchmark import DecodeBenchmark, memory_bandwidth
 from jaxllm.models import functional
 from jaxllm.plan.formulas import memory_estimate, offload_time, step_time
@@ -48,7 +48,7 @@ PARTS = ("verdicts", "tuning", "kernels", "training", "decoding", "offload")
 """Parts of the kit, in the order in which they are measured."""
 KERNELS = {"flash_attention": "flash", "paged_attention": "paged"}
 """Operations that are compared with others' kernels -> modules of ``benchmarks.kernels``."""
-TRIALS = 24
+TRIALS = 14
 """Block sizes that a tuning slice measures at most, in each of a kernel's passes."""
 TUNED = {n: flash.Shape(batch, 8192, heads, 8, n) for n, batch, heads in ((64, 2, 32), (128, 2, 32), (256, 1, 16))}
 """Shapes of flash attention that are tuned (``kernel_tuning.flash_cases``), by head dim."""
@@ -64,6 +64,7 @@ class Slice:
         function: name F of the pair ``measure_F`` and ``compile_F``.
         arguments: arguments of both.
         minutes: that it takes at most, first compilation included; it is not started with less left.
+        timed: whether it times anything; those that do not may run at once.
     """
 
     part: str
@@ -71,12 +72,13 @@ class Slice:
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     minutes: float = 1.0
+    timed: bool = True
 
 
 def slices(tiny: bool = False) -> list[Slice]:
     """All slices in order; tiny ones to try the kit."""
     found = [
-        Slice("verdicts", f"verdict {operation}", "verdict", {"operation": operation})
+        Slice("verdicts", f"verdict {operation}", "verdict", {"operation": operation}, timed=False)
         for operation in _self_check.SAMPLES
     ]
     for dim in () if tiny else (128, 64, 256):
@@ -133,12 +135,12 @@ def measure_training(
     on = train.local_topology()
     SHAPES.setdefault("tiny", _tiny())
     command = ["--on", on, "--shape", shape, "--precision", precision, "--torch", "", "--remat", remat, "--no-compile"]
-    command += ["--rounds", "2", "--steps", "5"] + ([] if layers is None else ["--layers", str(layers)])
+    command += ["--rounds", "1", "--steps", "10"] + ([] if layers is None else ["--layers", str(layers)])
     with tempfile.TemporaryDirectory() as folder:
         train.main([*command, "--out", folder])
         result = json.loads((Path(folder) / "train.json").read_text())["results"][0]
     setting, row = result["setting"], result["rows"][0]
-    return {"setting": setting, "row": row, "predicted": _predicted(setting, on)}
+    return {"setting": setting, "row": row, "predicted": _predicted(setting | {"precision": precision}, on)}
 
 
 def measure_decoding(batch: int, tiny: bool = False) -> dict[str, Any]:
@@ -146,7 +148,8 @@ def measure_decoding(batch: int, tiny: bool = False) -> dict[str, Any]:
     model, mesh = functional(_serving_model(tiny)), MeshSpec.parse("data=1").build(jax.devices()[:1])
     with jax.set_mesh(mesh):
         params = jax.jit(model.init)(jax.random.key(0))
-    loaded: Any = SimpleNamespace(model=model, params=params, mesh=mesh)
+    no_tokenizer: Any = None
+    loaded = LoadedModel(model, params, no_tokenizer, None, mesh, 0, {}, None)
     sizes = (8, 8) if tiny else (128, 128)
     bench = DecodeBenchmark(loaded, batch, *sizes, memory_bandwidth())
     bench.run()
@@ -196,14 +199,14 @@ def compile_training(
 
 def compile_decoding(topology: Topology, batch: int, tiny: bool = False) -> dict[str, Any]:
     """Compiles the engine's decode program of the 8B recipe for a batch."""
-    return engine_bytes.compiled(topology, batch, 256, "stacked", tiny)
+    return engine_bytes.compiled(topology, batch, 256, "stacked", tiny=tiny)
 
 
-def compiled_here(topology: Topology, tiny: bool, parts: list[str]) -> dict[str, dict[str, Any]]:
-    """Compiles the slices of some parts; one that does not compile says why."""
+def compiled_here(topology: Topology, tiny: bool, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Compiles the slices of those names; one that does not compile says why."""
     found: dict[str, dict[str, Any]] = {}
     for one in slices(tiny):
-        if one.part not in parts:
+        if one.name not in names:
             continue
         began = time.monotonic()
         isolate.stage(one.name)

@@ -279,6 +279,28 @@ def test_the_time_of_a_larger_program_counts_for_the_rows_that_it_ran_for():
     assert length.counts(batch) == {}, "3 tokens in place of 1 do not pay for 4 passes"
 
 
+def test_drafts_are_cut_where_their_rows_would_run_in_the_next_larger_program():
+    """What is verified is decided again when it is known who has a draft: by the measured times, and not at all."""
+    length, batch = measured(AdaptiveDraftLength(4, (1, 2, 4), (8, 12, 20), 20.0), 20.0), many(4)
+    for one in batch:
+        for _ in range(40):
+            length.record_draft(one, 4, 4)
+    assert length.kept(batch, dict.fromkeys(batch[:3], 4)) == dict.fromkeys(batch[:3], 4), "rows are free"
+    for _ in range(40):
+        length.record_step(20, 2.0, "verification")
+    kept = length.kept(batch, dict.fromkeys(batch[:3], 4))
+    assert sum(kept.values()) == 8, "twelve rows, and not 16 in the program of 20"
+    assert set(kept) == set(batch[:3])
+    for rows in (8, 12):
+        for _ in range(40):
+            length.record_step(rows, 9.0, "verification")
+    before = length.offered(batch[0])
+    assert length.kept(batch, {batch[0]: 4}) == {}
+    assert length.offered(batch[0]) >= before
+    assert length._all.offered.at == length._passes, "it was proposed all the same"
+    assert length.kept(many(8), {}) == {}
+
+
 def test_drafts_that_were_always_right_are_no_more_than_certain():
     """A bound above 1 by rounding put a draft's second token before its first, and then divided by zero."""
     length, (one,) = measured(AdaptiveDraftLength(4, (1,), (5,), 0.0), 1.0), many(1)

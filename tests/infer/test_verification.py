@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -159,6 +160,38 @@ def test_drafting_may_stop_and_begin_while_a_verification_runs(verifying, rng, f
         patch.setattr(engine.scheduler, "draft_length", SomeDrafts(3))
         equal(engines.serve(engine, requests), want)
         assert 0 < engine.metrics.accepted_tokens < engine.metrics.proposed_tokens
+
+
+def test_a_batch_stays_together_around_a_verification(verifying, rng, float64):
+    """Sequences without a draft wait for the others': steps for a few of them alone would cost as much as for all."""
+    engine, oracle = verifying
+    oracle.mode = "silent"
+    requests = [{"prompt": [7, 8, 9], "params": SamplingParams(max_tokens=24, seed=i), "cancel": None} for i in (1, 2)]
+    want = engines.serve(engine, requests)
+    oracle.mode = "some"
+    oracle.learn(want)
+
+    calls = itertools.count()
+
+    class OneDraft(FixedDraftLength):
+        def counts(self, sequences: list[Any]) -> dict[Any, int]:
+            return dict.fromkeys(sequences[:1], 2) if next(calls) % 2 else {}
+
+    behind, start_step = list[bool](), engine._start_step
+
+    def started(plans: Any) -> Any:
+        chunks = [c for step in engine._in_flight for plan in step.plans for c in plan.chunks]
+        behind.append(any(c.proposed for c in chunks))
+        return start_step(plans)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.scheduler, "draft_length", OneDraft(2))
+        patch.setattr(engine, "metrics", EngineMetrics())
+        patch.setattr(engine, "_start_step", started)
+        got = engines.serve(engine, requests)
+        assert engine.metrics.drafts > 2
+    assert not any(behind), "a step was started behind a verification"
+    equal(got, want)
 
 
 @pytest.mark.drawn(0.5)

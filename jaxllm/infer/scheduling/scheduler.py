@@ -181,9 +181,9 @@ class Scheduler:
         alone = not (prefills or self.waiting or self.forks) and all(self._needs_last(s) for s in self.running)
         if alone and self.config.stages == 1 and any(s.pending for s in self.running):
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
-        plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
         proposed = self._proposals(decodes, budget, plan)
+        plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         if self.draft_runs is not None:
             decodes = self._schedule_runs(self.draft_runs, decodes, proposed, plan)
             budget -= plan.tokens
@@ -342,11 +342,13 @@ class Scheduler:
     def _needs_last(self, sequence: Sequence) -> bool:
         """Whether the host has to know a sequence's last token before it decodes the next.
 
-        If there are drafts for some of a batch, the others wait too: a step for all costs as much as one for some. With
-        pipeline stages all wait, since the device that samples is not the one that looks tokens up.
+        If there are drafts for some of a batch, the others wait too, until they are verified: a step for all costs as
+        much as one for some. With pipeline stages all wait, since the device that samples is not the one that looks
+        tokens up.
         """
         waits = sequence.guide is not None or sequence.subtasks is not None
-        return self.config.stages > 1 or bool(self._draft_counts) or waits
+        drafts = bool(self._draft_counts) or any(one.unsettled for one in self.running)
+        return self.config.stages > 1 or drafts or waits
 
     def _micro_batch(self, decodes: list[Sequence]) -> list[Sequence]:
         """Sequences that decode in the next step of a pipeline, of those that wait for nothing.
@@ -392,7 +394,11 @@ class Scheduler:
         for sequence, draft in drafts.items():
             if not draft.tokens:
                 self.draft_length.record_draft(sequence, 0, 0)
-        return drafts
+        made = {sequence: len(draft.tokens) for sequence, draft in drafts.items() if draft.tokens}
+        kept = self.draft_length.kept(decodes, made) if made else made
+        if made and not kept:  # to verify them does not pay
+            self._draft_counts, plan.speculates = {}, False
+        return {sequence: drafts[sequence].first(count) for sequence, count in kept.items()}
 
     def _schedule_runs(
         self, runs: DraftRuns, decodes: list[Sequence], proposed: dict[Sequence, DraftTree], plan: StepPlan

@@ -8,7 +8,9 @@ as steps run; a step that has not run yet is estimated by the roofline. It is th
 
 Some proposers often have nothing to propose, as n-grams have where a text is new. Such an attempt costs little: the
 sequences decode one token, instead of several in a step. So the share of attempts that give a draft is counted apart
-from the acceptance of its tokens; as refused tokens, attempts without a draft would end drafting where it pays.
+from the acceptance of its tokens; as refused tokens, attempts without a draft would end drafting where it pays. Which
+sequences have a draft is only known when all are made, and then it is decided again how many of their tokens are
+verified: a few rows more than a program has would run in the next larger one.
 
 Acceptance is only seen where drafts are verified, so that a sequence whose first drafts happen to be refused must not
 be given up for good. It is a bandit problem: what counts is not the share of accepted tokens but an upper confidence
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -48,6 +51,10 @@ class DraftLength(Protocol):
         """Most draft tokens for each sequence of the next step; a sequence without any is left out."""
         ...
 
+    def kept(self, sequences: list[Sequence], drafts: Mapping[Sequence, int]) -> Mapping[Sequence, int]:
+        """Tokens that are verified of each draft, now that the drafts of a step's sequences are made; none: plainly."""
+        ...
+
     def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         """Records a verification, or that nothing was proposed."""
         ...
@@ -74,6 +81,10 @@ class FixedDraftLength:
     def counts(self, sequences: list[Sequence]) -> dict[Sequence, int]:
         """The same number for each sequence."""
         return dict.fromkeys(sequences, self.most)
+
+    def kept(self, sequences: list[Sequence], drafts: Mapping[Sequence, int]) -> Mapping[Sequence, int]:
+        """All of each draft."""
+        return drafts
 
     def record_draft(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         """Does nothing."""
@@ -163,7 +174,7 @@ class _Duration:
         if self.count <= 2:
             self.seconds = seconds if self.count == 1 else min(self.seconds, seconds)
         else:
-            self.seconds += 0.1 * (min(seconds, 2 * self.seconds) - self.seconds)
+            self.seconds += max(0.1, 1 / self.count) * (min(seconds, 2 * self.seconds) - self.seconds)
 
     @property
     def known(self) -> bool:
@@ -219,10 +230,29 @@ class AdaptiveDraftLength:
                     seconds += none * self.undrafted_seconds(batch)
                 if tokens / seconds > best:
                     best, taken = tokens / seconds, some[:count]
-        counts: dict[Sequence, int] = {}
-        for _, depth, number in taken:
-            counts[sequences[number]] = max(depth, counts.get(sequences[number], 0))
-        return counts
+        return _deepest(sequences, taken)
+
+    def kept(self, sequences: list[Sequence], drafts: Mapping[Sequence, int]) -> Mapping[Sequence, int]:
+        """Tokens that are verified of each draft: those that make the step's tokens per second largest."""
+        if not self._plain_known(len(sequences)):  # these are not all that the lengths were chosen for
+            return drafts
+        batch, tokens, taken = len(sequences), float(len(sequences)), 0
+        gains = sorted(
+            (-(self.rate(one, batch) ** depth), depth, number)
+            for number, one in enumerate(sequences)
+            for depth in range(1, drafts.get(one, 0) + 1)
+        )
+        best = MARGIN * batch / self.plain_seconds(batch)
+        for count, (gain, _, _) in enumerate(gains, 1):
+            tokens -= gain
+            if (speed := tokens / self.verify_seconds(batch, batch + count)) > best:
+                best, taken = speed, count
+        kept = _deepest(sequences, gains[:taken])
+        for one in drafts.keys() - kept.keys():  # proposed, and not compared
+            self._own[one] = own = self._evidence(one)
+            own.offered.add(1, 1, one.generated)
+            self._all.offered.add(1, 1, self._passes)
+        return kept
 
     def rate(self, one: Sequence, batch: int = 1) -> float:
         """Upper confidence bound of the acceptance of the next draft token of a sequence in a batch."""
@@ -277,6 +307,14 @@ class AdaptiveDraftLength:
     def _plain_known(self, batch: int) -> bool:
         bucket = _bucket(self.decode_buckets, batch)
         return bucket in self._plain and self._plain[bucket].known
+
+
+def _deepest(sequences: Many[Sequence], taken: Many[tuple[float, int, int]]) -> dict[Sequence, int]:
+    """Draft tokens of each sequence, of (gain, depth, number of the sequence)."""
+    counts: dict[Sequence, int] = {}
+    for _, depth, number in taken:
+        counts[sequences[number]] = max(depth, counts.get(sequences[number], 0))
+    return counts
 
 
 def _usual_most(mean: float, variance: float, some: float) -> int:

@@ -37,12 +37,14 @@ KINDS = (
     ((100, 999), "+", (10, 10)),
     ((100, 999), "+", (100, 100)),
     ((10, 99), "+", (1, 9)),
-    ((10, 99), "+", (10, 99)),
     ((100, 999), "+", (10, 99)),
     ((100, 999), "-", (100, 999)),
+    ((1000, 9999), "-", (1000, 9999)),
     ((100, 999), "*", (10, 99)),
+    ((100, 999), "*", (100, 999)),
+    ((1000, 9999), "*", (2, 9)),
 )
-"""Ranges of the numbers of tasks, and their operation: from those that hardly fail to those that hardly succeed."""
+"""Ranges of the numbers of tasks, and their operation: the first half some samples solve, the others hardly any."""
 TEMPERATURE = 0.6
 SETTINGS = {
     "data.content": "text",
@@ -117,8 +119,10 @@ def adaptive_needs_fewer_tokens(case: str | int) -> dict[str, float]:
 
     The verifier is exact, so that a prompt is solved if one of its samples is right. Success is expected over which of
     the 16 drawn samples a policy has. The policy itself, run by the solver, draws as many samples as the table says.
-    Probe and price are fitted to prompts of their own. The case "untrained" is a test of the same on SmolLM2 as it is,
-    with few prompts, of which nothing but these numbers of samples is asked.
+    Probe and price are fitted to prompts of their own. Half of the prompts are ones that hardly any sample solves: what
+    is saved is what uniform best-of-N spends on those, and on prompts that one or two samples solve. The case
+    "untrained" is a test of the same on SmolLM2 as it is, with few prompts, of which nothing but these numbers of
+    samples is asked.
     """
     seed, sizes = (0, (16, 8, 8)) if case == "untrained" else (int(case), (PROBED, PRICED, HELD_OUT))
     everything = tasks(np.random.default_rng(seed), 3000)
@@ -131,7 +135,7 @@ def adaptive_needs_fewer_tokens(case: str | int) -> dict[str, float]:
         solver = EffortSolver(LLM(model, engine))
         params, check = SamplingParams(max_tokens=8, seed=seed, temperature=TEMPERATURE), ArithmeticVerifier()
         table = sample_outcomes(solver, probed, params, check, SAMPLES)
-        probe = SuccessProbe.fit(table.hidden, table.rates, penalty=0.3)
+        probe = SuccessProbe.fit(table.hidden, table.rates, penalty=0.1)
         price = fitted_price(probe, sample_outcomes(solver, priced, params, check, MOST))
         held = sample_outcomes(solver, test, params, check, MOST)
         counts = counts_of(np.array([probe.predict(state) for state in held.hidden]), price)

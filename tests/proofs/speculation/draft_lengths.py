@@ -52,10 +52,11 @@ def adaptive_speed(
     seconds = total = 0.0
     for _ in range(PASSES):
         counts = length.counts(sequences)
-        drafts = {one: count for one, count in counts.items() if rng.random() < offered}
+        made = {one: count for one, count in counts.items() if rng.random() < offered}
+        drafts = length.kept(sequences, made) if made else {}
         padded = padded_rows(config, len(rates), sum(drafts.values()))
         took = seconds_of(padded, knee)
-        kind = "verification" if drafts else "undrafted" if counts else "plain"
+        kind = "verification" if drafts else "undrafted" if counts and not made else "plain"
         length.record_step(padded, took * float(rng.uniform(0.95, 1.05)), kind)
         if counts:
             deepest = max(counts.values())
@@ -65,7 +66,7 @@ def adaptive_speed(
             count, accepted = drafts.get(one, 0), 0
             while accepted < count and rng.random() < rate:
                 accepted += 1
-            if one in counts:
+            if one in drafts or (one in counts and one not in made):
                 length.record_draft(one, count, accepted)
             one.pending += 1 + accepted
             total += sum(rate**place for place in range(count + 1))
