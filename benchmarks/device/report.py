@@ -37,7 +37,7 @@ def write(kept: Mapping[str, Any], page: Path = PAGE) -> None:
     for one in kept["slices"].values():
         if one["part"] == "tuning" and (result := one.get("result", {})).get("blocks"):
             found = TunedCase(result["operation"], result["case"], result["blocks"], None, None, 0, 0, "s")
-            kernel_tuning.store(result["kind"], "python -m benchmarks.device", [found])
+            kernel_tuning.store(result["kind"], "python -m benchmarks.device", [found], kept["about"]["jax"])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -62,11 +62,15 @@ def _verdicts(found: Mapping[str, Any]) -> str:
 
 def _tuning(found: Mapping[str, Any]) -> str:
     rows = [
-        (one["case"], ", ".join(f"{name} {value}" for name, value in one["blocks"].items()) or "the defaults")
+        (
+            one["case"],
+            ", ".join(f"{name} {value}" for name, value in one["blocks"].items()) or "the defaults",
+            "not kept" if one.get("before") is None else f"{one['before'] * 1e3:.3f} -> {one['after'] * 1e3:.3f}",
+        )
         for _, one in _of(found, "tuning ")
         if "case" in one
     ]
-    return _table(("flash attention", "fastest blocks"), rows)
+    return _table(("flash attention", "fastest blocks", "both passes, ms"), rows)
 
 
 def _kernels(found: Mapping[str, Any]) -> str:

@@ -116,7 +116,8 @@ def measure_tuning(head_dim: int) -> dict[str, Any]:
     for case in kernel_tuning.flash_cases(platform, kind):
         if str(head_dim) in case.case.replace(",", "").split():
             found = kernel_tuning.tune_case(case, kernel_tuning.device_cost(), TRIALS)
-            return {"kind": kind, "operation": found.operation, "case": found.case, "blocks": found.fields}
+            costs = {"before": found.before, "after": found.after, "trials": found.trials}
+            return {"kind": kind, "operation": found.operation, "case": found.case, "blocks": found.fields, **costs}
     return {"kind": kind, "why": f"no blocks to tune for head dim {head_dim} on a {platform}"}
 
 

@@ -332,13 +332,14 @@ def tune_here(operation: str, trials: int, seed: int) -> list[TunedCase]:
     return [tune_case(case, cost, trials, seed) for case in cases]
 
 
-def store(kind: str, command: str, found: list[TunedCase]) -> None:
+def store(kind: str, command: str, found: list[TunedCase], version: str = jax.__version__) -> None:
     """Writes the fastest blocks to the device kind's file, beside those of other operations and cases.
 
     Args:
         kind: device kind.
         command: command that found them.
         found: results of one operation; cases whose present blocks are the fastest are left out.
+        version: of the jax that measured them.
     """
     file = tuned.path(kind)
     data = tuned.read(file) if file.exists() else {"device_kind": kind, "operations": {}}
@@ -348,7 +349,7 @@ def store(kind: str, command: str, found: list[TunedCase]) -> None:
         if merged := known.get(one.case, {}) | one.fields:
             blocks[one.case] = merged
         if blocks:
-            entry = {"command": f"{command}  # jax {jax.__version__}", "blocks": blocks}
+            entry = {"command": f"{command}  # jax {version}", "blocks": blocks}
             data = data | {"operations": data["operations"] | {one.operation: entry}}
     file.write_text(json.dumps(data, indent=1) + "\n")
     tuned.read.cache_clear()

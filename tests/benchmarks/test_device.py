@@ -22,7 +22,21 @@ def result(name):
     took = {"offload, remat elementwise": 0.5, "offload, remat offload": 0.55}.get(name, 0.6)
     return {
         "verdict": {"passed": True, "why": "", "errors": {"bfloat16": 1e-3, "float32": 1e-6}},
-        "tuning": {"case": CASE, "operation": "flash_attention", "kind": "NVIDIA Test", "blocks": {"kv": 32}},
+        "tuning": {
+            "case": CASE,
+            "operation": "flash_attention",
+            "kind": "NVIDIA Test",
+            "blocks": {"kv": 32},
+            "before": 2e-3,
+            "after": 1e-3,
+        },
+            "case": CASE,
+            "operation": "flash_attention",
+            "kind": "NVIDIA Test",
+            "blocks": {"kv": 32},
+            "before": 2e-3,
+            "after": 1e-3,
+        },
         "training": {"setting": {"layers": 12}, "row": ROW, "predicted": PREDICTED},
         "decoding": {"tokens_per_second": 1234.0, "roofline": 0.7, "ready": 3.0},
         "offload": {"setting": {"layers": 4}, "row": ROW | {"step_seconds": took}, "predicted": PREDICTED},
@@ -61,7 +75,9 @@ def test_it_stops_in_time_and_goes_on(device, tmp_path, capsys):
         calls += 1
         assert calls < 20
     assert calls > 2
-    assert device == [one.name for one in slices()]
+    untimed = [one.name for one in slices() if not one.timed]
+    assert set(device[: len(untimed)]) == set(untimed), "they run at once, before the others"
+    assert sorted(device) == sorted(one.name for one in slices())
     said = capsys.readouterr().out
     assert "slices are left: the same command goes on." in said
     assert said.endswith("everything is measured.\n")
@@ -76,7 +92,7 @@ def test_figures_of_another_device_are_not_mixed(device, tmp_path):
 
 
 def test_a_slice_that_takes_too_long_is_repeated_unless_it_had_all_the_time(device, tmp_path, monkeypatch):
-    first, second = slices()[:2]
+    first, second = [one for one in slices() if one.part == "tuning"][:2]
     quick = kit.measured
 
     def measured(one, tiny, seconds):
@@ -85,10 +101,25 @@ def test_a_slice_that_takes_too_long_is_repeated_unless_it_had_all_the_time(devi
         return quick(one, tiny, seconds)
 
     monkeypatch.setattr(kit, "measured", measured)
-    kit.main(["--out", str(tmp_path), "--parts", "verdicts"])
+    kit.main(["--out", str(tmp_path), "--only", f"{first.name},{second.name}"])
     assert list(json.loads((tmp_path / "device.json").read_text())["slices"]) == [first.name]
-    kit.main(["--out", str(tmp_path), "--parts", "verdicts"])
+    kit.main(["--out", str(tmp_path), "--only", f"{first.name},{second.name}"])
     assert "not done in 9 minutes" in (tmp_path / "device.json").read_text()
+
+
+def test_slices_are_chosen_by_name(device, tmp_path):
+    kit.main(["--out", str(tmp_path), "--only", "training 8b *,decoding*batch 1"])
+    assert device == ["training 8b bf16", "training 8b fp8_current", "decoding 1b, batch 1"]
+    with pytest.raises(SystemExit):
+        kit.main(["--out", str(tmp_path), "--only", "training 9b *"])
+
+
+def test_a_slice_that_fails_says_where(tmp_path):
+    """In a process of its own; the last lines of what it said are kept."""
+    broken = kit.Slice("kernels", "no such slice", "kernel")
+    found = kit.measured(broken, True, 60.0)
+    assert "failed" in found
+    assert any("Traceback" in line for line in found["trace"])
 
 
 def test_the_report_writes_the_page_and_the_blocks(device, tmp_path, monkeypatch):
@@ -103,8 +134,10 @@ def test_the_report_writes_the_page_and_the_blocks(device, tmp_path, monkeypatch
     assert text.endswith(f"{report.END}\nbelow\n")
     assert "old" not in text
     assert "| 124m bf16, 12 layers | 0.5000 | 0.4000 | 40.0% | 2.0 | 1.0 |" in text
+    assert f"| {CASE} | kv 32 | 2.000 -> 1.000 |" in text
     assert stored
-    for kind, _, [one] in stored:
+    for kind, _, [one], version in stored:
+        assert version == "1.0"
         assert (kind, one.operation, one.case, one.fields) == ("NVIDIA Test", "flash_attention", CASE, {"kv": 32})
     with pytest.raises(ValueError, match="has no line"):
         report.write({"about": ABOUT, "slices": {}}, tmp_path / "device.json")
