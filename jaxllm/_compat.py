@@ -14,11 +14,12 @@ def share_compiled_programs_of_cpus() -> None:
     JAX 0.10.2 hashes the topology as a process sees it, in which a CPU process differs from the others, and only
     process 0 writes to the cache. So the others would compile every program again at each start. The key still has the
     program, the compiler's options, the assignment of devices to processes, and the processor's instruction sets.
+    A JAX without that function is left as it is: this only saves time.
     """
     from jax._src import cache_key
 
-    original = cache_key._hash_accelerator_config
-    if getattr(original, "of_all_processes", False):
+    original = getattr(cache_key, "_hash_accelerator_config", None)
+    if original is None or getattr(original, "of_all_processes", False):
         return
 
     @functools.wraps(original)

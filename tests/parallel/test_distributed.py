@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxllm._compat import share_compiled_programs_of_cpus
 from jaxllm.data import Batch
 from jaxllm.parallel import distributed, heartbeat
 from jaxllm.parallel.cluster_environment import ClusterEnvironment
@@ -204,3 +205,12 @@ def test_the_last_word(rank, words):
         done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=60)
         assert expected in done.stderr
         assert bool(done.stderr) == bool(expected)
+
+
+def test_a_jax_without_the_key_of_topologies_is_left_as_it_is(monkeypatch):
+    """Sharing compiled programs only saves time: a later JAX may name its parts otherwise."""
+    from jax._src import cache_key
+
+    monkeypatch.delattr(cache_key, "_hash_accelerator_config")
+    share_compiled_programs_of_cpus()
+    assert not hasattr(cache_key, "_hash_accelerator_config")

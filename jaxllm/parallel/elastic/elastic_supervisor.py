@@ -145,7 +145,7 @@ class ElasticSupervisor:
             if not reforming and len(self._members.present(time.monotonic())) > len(generation.slots):
                 back = set(self._members.present(time.monotonic())) - set(generation.slots)
                 if max(monitor.steps) > 0:
-                    self._say(f"{_slots(back)} returned; taken in at the next checkpoint")
+                    self._say(f"{_slots(back)} returned; taken in after the current step")
                     self._events += [self._event("returned", slot=slot) for slot in sorted(back)]
                     reforming = True
             if reforming:
