@@ -74,7 +74,7 @@ GENERATIONS = {
     "v6e": Generation("tpu", "TPU v6 lite", "8x8", int(31.24 * GIB), 256),
     "tpu7x": Generation("tpu", "TPU7x", "4x4x4", int(94.74 * GIB), 9216, devices_per_chip=2),
     "h100": Generation("gpu", "NVIDIA H100 80GB HBM3", "8x8", 84942979072, 65536, target=_H100),
-    "h200": Generation("gpu", "NVIDIA H200 141GB HBM3e", "8x8", 151397597184, 65536, target=_H200),
+    "h200": Generation("gpu", "NVIDIA H200", "8x8", 151397597184, 65536, target=_H200),
     "b200": Generation("gpu", "NVIDIA B200", "8x8", 191514411008, 65536, target=_B200),
     "cpu": Generation("cpu", "cpu", "8", None, 4096),
 }

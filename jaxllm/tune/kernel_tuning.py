@@ -35,6 +35,8 @@ from sharding.topology import Topology
 ERROR = 2e-2
 """Relative error of results and gradients that rounding to bfloat16 explains."""
 REPEATS = 10
+GPU_FORWARD = ("q", "kv", "warps", "stages")
+"""Fields of flash attention's forward pass on a GPU: the block of a program, that of its loop, and how it runs."""
 SMALL_VMEM, SHARED_MEMORY = 16 * 2**20, 227 * 2**10
 """Bytes: VMEM of a kernel by the TPU compiler's default, and shared memory of one program on an H100."""
 
@@ -93,7 +95,7 @@ def flash_cases(platform: str, kind: str) -> Iterator[TuningCase]:
 
         if platform == "gpu":
             default, case = flash_config.gpu_blocks(kind, head_dim, 2), flash_config.gpu_case(head_dim, 2)
-            parts = (_flash_gpu(head_dim, ""), _flash_gpu(head_dim, "_back"))
+            parts = (_flash_gpu(head_dim, backward=False), _flash_gpu(head_dim, backward=True))
         elif head_dim == 128:
             default, case = flash_config.tpu_blocks(kind, 2), flash_config.tpu_case(2)
             parts = (_flash_tpu(head_dim, default.vmem_bytes or SMALL_VMEM),)
@@ -109,19 +111,20 @@ def _flash_tpu(head_dim: int, vmem_bytes: int) -> TuningPart:
     return TuningPart(BlockProblem(domains, (SumLimit(terms, vmem_bytes, "bytes of VMEM"),)), True)
 
 
-def _flash_gpu(head_dim: int, suffix: str) -> TuningPart:
-    """Keys and values of each stage of the software pipeline are in shared memory; gradients are not pipelined."""
-    q, kv, warps = f"q{suffix}", f"kv{suffix}", f"warps{suffix}"
-    domains: dict[str, tuple[int, ...]] = {q: (32, 64, 128, 256), kv: (32, 64, 128, 256), warps: (4, 8)}
-    if suffix:
-        shared = ((2 * head_dim, (q,)), (2 * 2 * head_dim, (kv,)))
-    else:
-        domains["stages"] = (2, 3, 4)
-        shared = ((2 * head_dim, (q,)), (2 * 2 * head_dim, (kv, "stages")))
-    registers = SumLimit(((1.0, (q, kv)), (float(head_dim), (q,))), 2**16, "float32 registers of scores and result")
-    return TuningPart(
-        BlockProblem(domains, (SumLimit(shared, SHARED_MEMORY, "bytes of shared memory"), registers)), bool(suffix)
+def _flash_gpu(head_dim: int, backward: bool) -> TuningPart:
+    """A program has its own block, and those of each stage of the software pipeline, in shared memory: queries and then
+    keys and values; backward two arrays of each, and two results.
+    """
+    own, inner, warps, stages = ("own_back", "inner_back", "warps_back", "stages_back") if backward else GPU_FORWARD
+    domains = {own: (32, 64, 128, 256), inner: (32, 64, 128, 256), warps: (4, 8), stages: (1, 2, 3, 4)}
+    held = 2 if backward else 1
+    shared = (2 * held * head_dim, (own,)), (2 * 2 * head_dim, (inner, stages))
+    registers = (1.0, (own, inner)), (float(held * head_dim), (own,))
+    limits = (
+        SumLimit(shared, SHARED_MEMORY, "bytes of shared memory"),
+        SumLimit(registers, 2**16, "float32 registers of scores and results"),
     )
+    return TuningPart(BlockProblem(domains, limits), backward)
 
 
 def grouped_cases(platform: str, kind: str) -> Iterator[TuningCase]:

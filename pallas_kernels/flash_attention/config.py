@@ -29,18 +29,20 @@ class FlashGpuBlocks:
 
     Attributes:
         q, kv: queries and keys of a block, forward.
-        q_back, kv_back: queries and keys of a block, backward.
+        own_back, inner_back: backward, rows of the block that a program owns, and of those that it loops over: queries
+            and keys for the gradient of queries, keys and queries for that of keys and values.
         warps, warps_back: warps of a program.
-        stages: stages of the software pipeline.
+        stages, stages_back: stages of the software pipeline.
     """
 
     q: int = 128
     kv: int = 64
-    q_back: int = 64
-    kv_back: int = 64
+    own_back: int = 64
+    inner_back: int = 64
     warps: int = 8
     warps_back: int = 8
     stages: int = 2
+    stages_back: int = 2
 
 
 _TPU = {
@@ -51,7 +53,7 @@ _TPU = {
     "TPU7x": FlashTpuBlocks(vmem_bytes=48 * 2**20),
 }
 _TPU_MIN = {"rows": 128, "kv": 128}
-_GPU_MIN = {"q": 16, "kv": 16, "q_back": 16, "kv_back": 16, "warps": 1, "warps_back": 1}
+_GPU_MIN = {"q": 16, "kv": 16, "own_back": 16, "inner_back": 16, "warps": 1, "warps_back": 1}
 
 
 def tpu_blocks(kind: str, item_bytes: int) -> FlashTpuBlocks:
@@ -66,7 +68,7 @@ def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> FlashGpuBlocks:
     """Block sizes for a GPU's ``device_kind``, the larger of the head dims, and elements of 2 or 4 bytes."""
     blocks = FlashGpuBlocks(warps=4) if head_dim <= 64 else FlashGpuBlocks()
     if head_dim > 128 or item_bytes > 2:  # a block must fit into shared memory
-        blocks = FlashGpuBlocks(q=64, kv=32, q_back=32, kv_back=32)
+        blocks = FlashGpuBlocks(q=64, kv=32, own_back=32, inner_back=32)
     return tuned("flash_attention", kind, gpu_case(head_dim, item_bytes), blocks, _GPU_MIN)
 
 

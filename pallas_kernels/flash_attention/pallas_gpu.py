@@ -84,11 +84,18 @@ class _Kernels(NamedTuple):
         mask: AttentionMask,
     ) -> tuple[Array, Array, Array]:
         blocks = config.gpu_blocks(target_device().kind, max(q.shape[3], v.shape[3]), q.dtype.itemsize)
-        call = _Call.of(options, q, k, mask, blocks.q_back, blocks.kv_back, blocks.warps_back, blocks.stages)
-        operands = {"q": call.queries(q), "k": call.keys(k), "v": call.keys(v), "d_out": call.queries(d_out)}
-        operands |= {"lse": call.queries(lse).swapaxes(1, 2), "delta": call.queries(delta).swapaxes(1, 2)}
-        widths, d_q = 2 * q.shape[3] + v.shape[3], {"d_q": result_like(q, operands["q"].shape, q.dtype)}
+        own, inner, params = blocks.own_back, blocks.inner_back, (blocks.warps_back, blocks.stages_back)
+
+        def operands_of(call: _Call) -> dict[str, Array]:
+            found = {"q": call.queries(q), "k": call.keys(k), "v": call.keys(v), "d_out": call.queries(d_out)}
+            return found | {"lse": call.queries(lse).swapaxes(1, 2), "delta": call.queries(delta).swapaxes(1, 2)}
+
+        call = _Call.of(options, q, k, mask, own, inner, *params)
+        operands, widths = operands_of(call), 2 * q.shape[3] + v.shape[3]
+        d_q = {"d_q": result_like(q, operands["q"].shape, q.dtype)}
         d_q = call.over_keys(_d_q_kernel, operands, d_q, widths)["d_q"]
+        call = _Call.of(options, q, k, mask, inner, own, *params)
+        operands = operands_of(call)
         results = {f"d_{name}": result_like(q, operands[name].shape, k.dtype) for name in ("k", "v")}
         d_kv = call.over_queries(_d_kv_kernel, operands, results, widths + v.shape[3])
         return d_q[:, : q.shape[1]], d_kv["d_k"][:, : k.shape[1]], d_kv["d_v"][:, : k.shape[1]]

@@ -114,7 +114,7 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(xla, "FEW_QUERIES", 3)
         patch.setattr(tpu_grid, "LANES", 8)
         patch.setattr(config, "tpu_blocks", lambda *_: config.FlashTpuBlocks(rows=32, kv=16))
-        patch.setattr(config, "gpu_blocks", lambda *_: config.FlashGpuBlocks(q=8, kv=4, q_back=4, kv_back=8))
+        patch.setattr(config, "gpu_blocks", lambda *_: config.FlashGpuBlocks(q=8, kv=4, own_back=8, inner_back=4))
         yield
 
 
