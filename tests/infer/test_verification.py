@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -46,6 +47,21 @@ def equal(got: list[Request], want: list[Request]) -> None:
         assert [s.tokens for s in one.sequences] == [s.tokens for s in other.sequences]
         assert [s.finish for s in one.sequences] == [s.finish for s in other.sequences]
         assert [s.text for s in one.sequences] == [s.text for s in other.sequences]
+
+
+class SomeDrafts(FixedDraftLength):
+    """Drafts for some sequences, of which some tokens are verified, or none."""
+
+    def __init__(self, most: int, rng: np.random.Generator):
+        super().__init__(most)
+        object.__setattr__(self, "rng", rng)
+
+    def counts(self, sequences: list[Any]) -> dict[Any, int]:
+        return {one: int(self.rng.integers(1, self.most + 1)) for one in sequences if self.rng.random() < 0.5}
+
+    def kept(self, sequences: list[Any], drafts: Mapping[Any, int]) -> dict[Any, int]:
+        cut = {one: int(self.rng.integers(0, count + 1)) for one, count in drafts.items()}
+        return {one: count for one, count in cut.items() if count}
 
 
 def beside(plain: Engine, verifying: Engine, requests: list[dict[str, Any]], oracle: OracleProposer) -> list[Request]:
@@ -150,13 +166,9 @@ def test_drafting_may_stop_and_begin_while_a_verification_runs(verifying, rng, f
     oracle.mode = "some"
     oracle.learn(want)
 
-    class SomeDrafts(FixedDraftLength):
-        def counts(self, sequences: list[Any]) -> dict[Any, int]:
-            return {one: int(rng.integers(1, 4)) for one in sequences if rng.random() < 0.5}
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "metrics", EngineMetrics())
-        patch.setattr(engine.scheduler, "draft_length", SomeDrafts(3))
+        patch.setattr(engine.scheduler, "draft_length", SomeDrafts(3, rng))
         equal(engines.serve(engine, requests), want)
         assert 0 < engine.metrics.accepted_tokens < engine.metrics.proposed_tokens
 
@@ -207,6 +219,9 @@ def test_draft_models_are_plain_decoding(verifying, rng, float64):
             got = engines.serve(engine, requests)
             equal(got, want[0])
             assert engines.error("llama", "float64", got) <= 1e-10
+            with pytest.MonkeyPatch.context() as cutting:
+                cutting.setattr(engine.scheduler, "draft_length", SomeDrafts(3, rng))
+                equal(engines.serve(engine, requests), want[0])
             patch.setattr(engine, "metrics", EngineMetrics())
             equal(engines.serve(engine, plain), want[1])
             shares.append(engine.metrics.accepted_tokens / engine.metrics.proposed_tokens)

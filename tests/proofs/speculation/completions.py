@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ MOST, DRAWS = 3, 12
 
 
 class RandomDraftLength(FixedDraftLength):
-    """Lengths at random, none for some: drafting begins and stops while steps are in flight."""
+    """Lengths at random, none for some: drafting begins and stops while steps are in flight. Some drafts are cut."""
 
     def __init__(self, rng: np.random.Generator):
         super().__init__(MOST)
@@ -48,6 +49,13 @@ class RandomDraftLength(FixedDraftLength):
         if rng.random() < 0.3:
             return {}
         return {one: int(rng.integers(1, MOST + 1)) for one in sequences if rng.random() < 0.8}
+
+    def kept(self, sequences: list[Any], drafts: Mapping[Any, int]) -> Mapping[Any, int]:
+        rng: np.random.Generator = self.rng  # type: ignore[attr-defined]
+        if rng.random() < 0.7:
+            return drafts
+        cut = {one: int(rng.integers(0, count + 1)) for one, count in drafts.items()}
+        return {one: count for one, count in cut.items() if count}
 
 
 def build(way: str, family: str, *, tokenizer: Any = None, **fields: Any) -> Engine:
