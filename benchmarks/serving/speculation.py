@@ -6,6 +6,7 @@
 Two kinds of text: code of this repository, and a piece of it over and over. N-grams and the given drafts run with the
 adaptive length, and n-grams also with fixed ones, beside which the adaptive one's choice is judged. With --json a cell
 (text and batch) is written when it is measured; the same command goes on from there, and prints the table at the end.
+Figures are of the time in which the whole batch decodes; the last column is of all tokens from the first request on.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def prompts(llm: Any, text: str, batch: int, tokens: int) -> list[list[int]]:
 
 
 def measure(llm: Any, side: tuple[Any, Any], asked: list[list[int]], tokens: int) -> dict[str, float]:
-    """Tokens a second once all sequences decode, and tokens of a sequence that a pass of the served model gives."""
+    """Tokens a second while all sequences decode, and of the whole batch; tokens of a sequence that a pass gives.
+
+    Drafts take some sequences to their end before the others, and then the batch is smaller: the first figure is of
+    this batch size, as where requests wait for the slots of those that end; the second of a batch that none joins.
+    """
     from jaxllm.infer import SamplingParams
     from jaxllm.infer.engine.engine_metrics import EngineMetrics
 
@@ -52,20 +57,24 @@ def measure(llm: Any, side: tuple[Any, Any], asked: list[list[int]], tokens: int
     engine.proposer = engine.scheduler.proposer = side[0]
     engine.draft_length = engine.scheduler.draft_length = side[1]
     engine.metrics = EngineMetrics()
-    reading = {engine.submit(ids, params).id for ids in asked}
-    clock, made, passes = 0.0, 0, 0
+    start = time.perf_counter()
+    unread = {engine.submit(ids, params).id for ids in asked}
+    begun: tuple[float, int] | None = None
+    steady: dict[str, float] = {}
+    made = 0
     while engine.busy:
-        for piece in engine.step():
-            made += len(piece.tokens) if clock else 0
-            reading -= {piece.request.id} if piece.tokens else set()
-        if not reading and not clock:
-            clock, passes = time.perf_counter(), sum(one.passes for one in engine.metrics.programs.values())
-    seconds = time.perf_counter() - clock
-    passes = sum(one.passes for one in engine.metrics.programs.values()) - passes
+        pieces = engine.step()
+        made += sum(len(piece.tokens) for piece in pieces) if begun else 0
+        unread -= {piece.request.id for piece in pieces if piece.tokens}
+        clock, passes = time.perf_counter(), sum(one.passes for one in engine.metrics.programs.values())
+        if not unread and begun is None:
+            begun = clock, passes
+        elif begun is not None and not steady and any(piece.finish for piece in pieces):
+            steady["tokens_per_second"] = made / (clock - begun[0])
+            steady["tokens_per_pass"] = made / len(asked) / max(1, passes - begun[1])
     metrics = engine.metrics
-    return {
-        "tokens_per_second": made / seconds,
-        "tokens_per_pass": made / len(asked) / max(1, passes),
+    return steady | {
+        "whole": len(asked) * tokens / (time.perf_counter() - start),
         "acceptance": metrics.accepted_tokens / max(1, metrics.proposed_tokens),
     }
 
@@ -111,24 +120,26 @@ def measure_cell(args: argparse.Namespace, text: str, batch: int) -> list[dict[s
                 rounds[name].append(figures)
     found = []
     for name, measured in rounds.items():
-        pairs = zip(measured, rounds["plain"], strict=True)
+        pairs = list(zip(measured, rounds["plain"], strict=True))
         ratios = [one["tokens_per_second"] / plain["tokens_per_second"] for one, plain in pairs]
+        whole = median(one["whole"] / plain["whole"] for one, plain in pairs)
         row = {key: median(one[key] for one in measured) for key in measured[0]}
-        found.append({"text": text, "batch": batch, "side": name, "ratio": median(ratios), "ratios": ratios, **row})
+        beside = {"ratio": median(ratios), "ratios": ratios, **row, "whole": whole}
+        found.append({"text": text, "batch": batch, "side": name, **beside})
     return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown table, and after it the adaptive length of n-grams beside the best of plain and fixed ones."""
     lines = [
-        "| text | batch | | tokens/s | beside plain | tokens a pass | accepted |",
-        "|---|---:|---|---:|---:|---:|---:|",
+        "| text | batch | | tokens/s | beside plain | tokens a pass | accepted | until all end, beside plain |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         beside = f"{row['ratio']:.2f} ({min(row['ratios']):.2f}-{max(row['ratios']):.2f})"
         lines.append(
             f"| {row['text']} | {row['batch']} | {row['side']} | {row['tokens_per_second']:.1f} | {beside} "
-            f"| {row['tokens_per_pass']:.2f} | {row['acceptance']:.0%} |"
+            f"| {row['tokens_per_pass']:.2f} | {row['acceptance']:.0%} | {row['whole']:.2f} |"
         )
     lines.append("")
     for text, batch in dict.fromkeys((row["text"], row["batch"]) for row in rows):

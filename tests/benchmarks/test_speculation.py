@@ -12,7 +12,7 @@ from benchmarks.serving import speculation
 
 
 def row(text: str, batch: int, side: str, ratio: float) -> dict[str, Any]:
-    figures = {"tokens_per_second": 10 * ratio, "tokens_per_pass": 1.5, "acceptance": 0.25}
+    figures = {"tokens_per_second": 10 * ratio, "tokens_per_pass": 1.5, "acceptance": 0.25, "whole": 1.02}
     return {"text": text, "batch": batch, "side": side, "ratio": ratio, "ratios": [ratio, ratio + 0.1], **figures}
 
 
@@ -35,7 +35,7 @@ def test_cells_are_measured_once(tmp_path, monkeypatch, capsys):
     assert measured == [("repeating", 1), ("repeating", 16)]
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 12
     out = capsys.readouterr().out
-    assert "| code | 16 | ngram | 11.4 | 1.14 (1.14-1.24) | 1.50 | 25% |" in out
+    assert "| code | 16 | ngram | 11.4 | 1.14 (1.14-1.24) | 1.50 | 25% | 1.02 |" in out
     assert "repeating, batch 1: adaptive n-grams have 0.95 of the best fixed length (ngram, 2 fixed)" in out
     with pytest.raises(SystemExit):
         speculation.main([*words, "--rounds", "9"])
