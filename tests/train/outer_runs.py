@@ -78,7 +78,10 @@ def trained(run: RunConfig, steps: int | None = None) -> Trained:
 def parallel_error(outer: OuterConfig, rest: str = "fsdp=2,tensor=2", steps: int = 4) -> float:
     """Error of replicas with an outer step after every step, against data parallelism; losses and parameters."""
     apart = trained(run_of(f"replica=2,{rest}", outer, LINEAR, steps))
-    together = trained(run_of(f"data=2,{rest}", OuterConfig(), LINEAR, steps))
+    sizes = dict(MeshSpec.parse(rest).axes)
+    sizes["data"] = 2 * sizes.get("data", 1)
+    mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+    together = trained(run_of(mesh, OuterConfig(), LINEAR, steps))
     losses = [np.array([float(one["loss"]) for one in run.metrics]) for run in (apart, together)]
     start = quick.params(CONFIG)
     assert tiny.leaf_error(jax.device_get(together.state.params), start) > 1e-2, "the parameters have moved"
