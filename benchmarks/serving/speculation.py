@@ -64,12 +64,15 @@ def measure(llm: Any, side: tuple[Any, Any], asked: list[list[int]], tokens: int
     made = 0
     while engine.busy:
         pieces = engine.step()
+        ended = any(piece.finish for piece in pieces)
+        if ended and begun is None:
+            raise SystemExit(f"--tokens {tokens}: a sequence ends before all of the batch have begun: give more.")
         made += sum(len(piece.tokens) for piece in pieces) if begun else 0
         unread -= {piece.request.id for piece in pieces if piece.tokens}
         clock, passes = time.perf_counter(), sum(one.passes for one in engine.metrics.programs.values())
         if not unread and begun is None:
             begun = clock, passes
-        elif begun is not None and not steady and any(piece.finish for piece in pieces):
+        elif begun is not None and not steady and ended:
             steady["tokens_per_second"] = made / (clock - begun[0])
             steady["tokens_per_pass"] = made / len(asked) / max(1, passes - begun[1])
     metrics = engine.metrics
@@ -167,6 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := [text for text in texts if text not in TEXTS]:
         parser.error(f"--texts {unknown[0]}: there are {', '.join(TEXTS)}.")
     settings = {name: getattr(args, name) for name in ("model", "draft", "kept", "prompt", "tokens", "rounds")}
+    settings["measured until"] = "the first sequence ends"  # files of other definitions do not go on
     rows: list[dict[str, Any]] = []
     if args.json is not None and args.json.exists():
         stored = json.loads(args.json.read_text())
