@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels._compat import result_like, target_device
 from pallas_kernels._pallas import dot, interpret_tpu, round_up
@@ -263,21 +263,27 @@ class _Plan(NamedTuple):
 
     def own_scales(self, scales: Shaped[Array, "T K Z"], blocks: TokenBlocks) -> Shaped[Array, "I K E Z C"]:
         """Scales of each block's own tokens, placed as in the pages that they belong to; zeros elsewhere."""
-        offset = blocks.position % self.page_size
-        place = jnp.arange(self.own_pages * self.page_size, dtype=jnp.int32) - offset[:, None]
-        inside = (place >= 0) & (place < blocks.tokens[:, None])
-        found = scales[jnp.clip(blocks.first[:, None] + place, 0, scales.shape[0] - 1)]
-        found = jnp.where(inside[:, :, None, None], found, 0)  # I EC K Z
-        found = found.reshape(found.shape[0], self.own_pages, self.page_size, *found.shape[2:])
-        return found.transpose(0, 3, 1, 4, 2)
+        found, inside = self._place(scales, blocks, self.page_size, self.own_pages * self.page_size)
+        inside = inside.reshape(-1, 1, self.own_pages, 1, self.page_size)
+        pages = (self.own_pages, self.page_size) if self.tokens > 1 else (1, 1)
+        found = found.reshape(-1, *pages, *found.shape[2:])  # I E C K Z
+        return jnp.where(inside, found.transpose(0, 3, 1, 4, 2), 0)
 
     def own(self, new: Shaped[Array, "T K W"], blocks: TokenBlocks) -> Shaped[Array, "I K A W"]:
         """Slots of each block's own tokens, placed as in the tiles that they belong to; zeros elsewhere."""
-        offset = blocks.position % self.tile
-        place = jnp.arange(self.own_slots, dtype=jnp.int32) - offset[:, None]
+        slots, inside = self._place(new, blocks, self.tile, self.own_slots)
+        return jnp.where(inside[:, None, :, None], slots.swapaxes(1, 2), 0)
+
+    def _place(
+        self, new: Shaped[Array, "T K X"], blocks: TokenBlocks, size: int, slots: int
+    ) -> tuple[Shaped[Array, "I A K X"], Bool[Array, "I A"]]:
+        """Row of ``new`` for each of a block's slots, which begin at a multiple of ``size``, and whether it has one. A
+        block of one token has one row for all of them (A = 1): gathered for each slot, rows of scales would be padded
+        to whole tiles of lanes, 16 times their bytes."""
+        place = jnp.arange(slots, dtype=jnp.int32) - (blocks.position % size)[:, None]
         inside = (place >= 0) & (place < blocks.tokens[:, None])
-        slots = new[jnp.clip(blocks.first[:, None] + place, 0, new.shape[0] - 1)]
-        return jnp.where(inside[:, :, None, None], slots, 0).swapaxes(1, 2)
+        rows = blocks.first[:, None] + (place if self.tokens > 1 else 0)
+        return new[jnp.clip(rows, 0, new.shape[0] - 1)], inside
 
     def hidden(self, tree: TreeMask, blocks: TokenBlocks) -> Int[Array, "I M E1"]:
         """Words of the tree mask for each row of a block, and after them how far its position is behind its slot."""

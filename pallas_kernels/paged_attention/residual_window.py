@@ -68,10 +68,11 @@ class ResidualStep(NamedTuple):
     ) -> tuple[Float[Array, "K B W"], Int[Array, " B"]]:
         """(contents of a request's ring buffer as it was before the step, positions of its tokens; -1 for none)."""
         slot = jnp.clip(self.residual.slots[request], 0, held.recent.shape[1] - 1)
-        zero = jnp.zeros_like(slot)
-        shape = (1, 1, *held.recent.shape[2:])
-        found = jax.lax.dynamic_slice(held.recent, (layer, slot, zero, zero, zero), shape)[0, 0]
-        places = held.recent.shape[3]
+        _, slots, heads, places, width = held.recent.shape
+        # As consecutive rows of two dimensions: of five, XLA lays all buffers out anew for a TPU7x, once for each loop.
+        rows, first = held.recent.reshape(-1, width), (layer * slots + slot) * heads * places
+        found = jax.lax.dynamic_slice(rows, (first, jnp.zeros_like(first)), (heads * places, width))
+        found = found.reshape(heads, places, width)
         last = ragged.kv_lens[request] - ragged.lengths[request] - 1
         at = last - (last - jnp.arange(places, dtype=last.dtype)) % places
         return found, jnp.where((at >= self.residual.found[request]) & (last >= 0), at, -1)

@@ -173,3 +173,17 @@ def test_chunks_side_by_side_are_all_copied():
     params = dataclasses.replace(GREEDY, cached_chunks=CachedChunks(((0, 16), (16, 24), (24, 40)), 0.0))
     (request,) = engines.serve(engine, [{"prompt": prompt, "params": params}])
     assert (len(request.awaits), request.cached_tokens) == (3, 40)
+
+
+def test_chunks_stay_whole_in_layers_with_windows():
+    # Of prompts one after the other: pages of windows alone would have evicted the first one's chunk.
+    engine = engines.build(dataclasses.replace(engines.ENGINES["tight, swap"], chunk_cache=True, pages=120), "mistral")
+    rng = np.random.default_rng(1)
+    document, *others = (rng.integers(0, engines.VOCAB, 40).tolist() for _ in range(4))
+    params = dataclasses.replace(GREEDY, cached_chunks=CachedChunks(((4, 44),), 0.0))
+    found = []
+    for number, text in enumerate((document, *others, document)):
+        prompt = [*document[:4], *text, number]
+        found += engines.serve(engine, [{"prompt": prompt, "params": params}])
+    assert [len(request.awaits) for request in found] == [1] * 4 + [0]
+    assert found[-1].cached_tokens == 44

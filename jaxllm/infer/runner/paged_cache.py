@@ -267,7 +267,8 @@ def retention_rule(text: str) -> RetentionRule:
 def pool_sizes(
     config: EngineConfig, groups: Sequence[LayerGroup], page_size: int, columns: int, most: int
 ) -> tuple[int, ...]:
-    """Pages of each group's pool; with a sliding window, no more than the windows of all sequences cover.
+    """Pages of each group's pool; with a sliding window, no more than the windows of all sequences cover, unless cached
+    chunks stay there, which are copied whole.
 
     Args:
         config: sizes of the engine.
@@ -276,10 +277,14 @@ def pool_sizes(
         most: pages of the pools of layers without a window.
     """
     ahead = max(config.max_batched_tokens, config.decode_steps)
-    reach = [columns if g.window is None else -(-(g.window + ahead) // page_size) + 2 for g in groups]
+
+    def windows(window: int) -> int:
+        reach = -(-(window + ahead) // page_size) + 2
+        return config.max_sequences * min(reach, columns) + columns + 1
+
     return tuple(
-        most * g.parts if g.window is None else min(most, config.max_sequences * min(n, columns) + columns + 1)
-        for n, g in zip(reach, groups, strict=True)
+        most * g.parts if g.window is None else most if config.chunk_cache else min(most, windows(g.window))
+        for g in groups
     )
 
 

@@ -82,12 +82,10 @@ BELOW_EIGHT = [name for name, shape in paged_aot.QUANTISED.items() if shape.enco
 def formats_compile_in_kernels(case: tuple[str, str]) -> dict[str, float]:
     """Compiled for each kind of device: bytes of temporaries over those of arguments and results, which have the pages
     twice; and the bytes of pages in the program less the formula's, of which the rest is the padding of small
-    arguments. Temporaries of steps that only decode are less than a twentieth, so no array of pages is copied; a TPU7x
-    lays ring buffers out anew."""
-    found, (shape, topology) = paged_aot.compile_cell(*case), case
+    arguments. Temporaries of steps that only decode are less than a twentieth, so no array of pages is copied."""
+    found, (shape, _) = paged_aot.compile_cell(*case), case
     if paged_aot.QUANTISED[shape].decode_only:
-        rings = found["ring_bytes"] if topology.startswith("tpu7x") else 0
-        assert found["temp_bytes"] <= found["bytes"] / 20 + rings
+        assert found["temp_bytes"] <= found["bytes"] / 20
     return {
         "temporaries": found["temp_bytes"] / found["bytes"],
         "page_bytes": abs(found["page_excess"]) / found["page_bytes"],
