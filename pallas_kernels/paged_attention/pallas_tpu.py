@@ -276,9 +276,9 @@ class _Plan(NamedTuple):
 
     def _place(
         self, new: Shaped[Array, "T K X"], blocks: TokenBlocks, size: int, slots: int
-    ) -> tuple[Shaped[Array, "I A K X"], Bool[Array, "I A"]]:
+    ) -> tuple[Shaped[Array, "I A2 K X"], Bool[Array, "I A"]]:
         """Row of ``new`` for each of a block's slots, which begin at a multiple of ``size``, and whether it has one. A
-        block of one token has one row for all of them (A = 1): gathered for each slot, rows of scales would be padded
+        block of one token has one row for all of them (A2 = 1): gathered for each slot, rows of scales would be padded
         to whole tiles of lanes, 16 times their bytes."""
         place = jnp.arange(slots, dtype=jnp.int32) - (blocks.position % size)[:, None]
         inside = (place >= 0) & (place < blocks.tokens[:, None])
