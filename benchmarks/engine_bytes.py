@@ -49,7 +49,7 @@ def engine_program(
     from jaxllm.models import functional, unstack_layers
     from jaxllm.plan.formulas.serving_step import PLAIN
     from jaxllm.quant.packing import packed_shapes
-    from pallas_kernels.paged_attention.pages import empty_slots
+    from pallas_kernels.paged_attention.pages import empty_slots, host_sharding
 
     model, groups = serving_model(functional(config)), layer_groups(config, kv_dtype)
     # Of one device and with nothing to track: as an engine on one device is, but compiled for this one.
@@ -64,6 +64,8 @@ def engine_program(
         sizes |= {"dtype": groups[0].plain, "sequences": shape.slots}
         held = jax.eval_shape(lambda: empty_slots(groups[0].format(), **sizes))
         pool = jax.tree.map(lambda x: abstract(x.shape, x.dtype), held)
+        if groups[0].format().kv_format.on_host:
+            pool = pool._replace(data=pool.data.update(sharding=host_sharding(topology.devices()[0])))
         shapes = model.abstract() if weights == PLAIN else packed_shapes(model, weights)
         if layers == "apart":
             shapes = jax.eval_shape(unstack_layers, shapes)

@@ -11,6 +11,7 @@ import pytest
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.kv_cache_options import with_kv_cache
 from jaxllm.infer.runner.paged_cache import layer_groups
+from jaxllm.infer.runner.serving_mesh import check_mesh
 from jaxllm.infer.scheduling.prefix_cache import prefix_salt
 from jaxllm.plan.formulas.engine_memory import slot_bytes
 from jaxllm.serve.backend import describe
@@ -125,6 +126,8 @@ def test_what_engines_refuse(small):
     sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype=small, samplers=("plain",))
     with pytest.raises(ShardingError, match="with values in host memory is for one device"):
         meshes.over("tensor=2", "llama", sizes)
+    with pytest.raises(ShardingError, match=r"is not for TPUs.*use kivi4"):
+        check_mesh(None, values_on_host=True, platform="tpu")
     with pytest.raises(ValueError, match="not for MLA latents; use int8 or int4"):
         engines.build(sizes, "deepseek_v3")
     for kv, why in (("shadowkv:9", "a rank of 8 at most"), ("shadowkv:8", "has 1 chunks; give fewer outliers")):

@@ -135,6 +135,7 @@ class ModelRunner:
             retention=config.retention is not None,
             residual=bool(config.residual_window),
             values_on_host=config.values_on_host,
+            platform=target_device().platform,
         )
         if config.batch_invariant and (found := batch_dependent_formats(params)):
             raise ValueError(

@@ -94,6 +94,7 @@ def check_mesh(
     retention: bool = False,
     residual: bool = False,
     values_on_host: bool = False,
+    platform: str = "cpu",
 ) -> None:
     """Checks that an engine can serve on a mesh.
 
@@ -104,6 +105,7 @@ def check_mesh(
         retention: a retention rule lets tokens leave the KV cache.
         residual: pages of the KV cache are encoded as a whole, behind a window of tokens in full precision.
         values_on_host: values of the KV cache are in host memory.
+        platform: of the devices, such as "tpu".
 
     Raises:
         ShardingError: names the axis, and what to use instead.
@@ -111,6 +113,11 @@ def check_mesh(
     if mesh is not None and values_on_host:
         raise ShardingError(
             f"a KV cache format with values in host memory is for one device, not for {dict(mesh.shape)}: use kivi4."
+        )
+    if values_on_host and platform == "tpu":
+        raise ShardingError(
+            "a KV cache format with values in host memory is not for TPUs, whose compiler ends when a loop slices host "
+            "memory by several dimensions: use kivi4."
         )
     if mesh is not None and invariant and mesh.shape.get("expert", 1) > 1:
         raise ShardingError(
