@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Outer steps by name."""
 
 
-def run(name: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
+def run(name: str, setting: dict[str, Any], steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """Trains one of the settings; its held-out loss and the bytes that a device sent between replicas."""
     import jax
 
@@ -42,8 +42,9 @@ def run(name: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     from jaxllm.train.step.step_builder import build_optimizer, run_state
     from sharding import MeshSpec
 
-    fields: dict[str, Any] = {"every": EVERY, **SETTINGS[name]}
-    outer = OuterConfig(**fields) if SETTINGS[name] else OuterConfig()
+    fields: dict[str, Any] = {"every": EVERY, **setting}
+    stages = fields.pop("stages", 1)
+    outer = OuterConfig(**fields) if setting else OuterConfig()
     axis = "data" if outer.kind == "none" else "replica"
     config = RunConfig(
         name=f"{name.replace(', ', '-').replace(':', '')}-{seed}-{steps}",
@@ -59,7 +60,7 @@ def run(name: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
         optim=OptimConfig(ScheduleConfig(peak=3e-3)),
         steps=steps,
         seed=seed,
-        mesh=f"{axis}={REPLICAS}",
+        mesh=f"{axis}={REPLICAS},stage={stages}",
         outer=outer,
         log_every=500,
         out=str(folder),
@@ -67,24 +68,29 @@ def run(name: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     found = train(config).evaluation
     assert found is not None
     model = run_model(config)
-    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[:REPLICAS])
+    mesh = MeshSpec.parse(config.mesh).build(jax.devices()[: REPLICAS * stages])
     params = run_state(config, model, build_optimizer(config, model), mesh).params
     rounds = steps if outer.kind == "none" else steps // EVERY
     plain = OuterConfig("diloco", every=EVERY) if outer.kind == "none" else outer
     return {"heldout_nll": found.nll, "sent_bytes": sent_bytes(plain, params, REPLICAS) * rounds}
 
 
-def main(steps: int = 2000, seeds: int = 3) -> None:
+def compare(settings: dict[str, dict[str, Any]], file: Path, steps: int, seeds: int, devices: int) -> None:
     """Runs all settings with all seeds; writes the file after each, so that it may be stopped."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={REPLICAS}"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     found: dict[str, Any] = {"steps": steps, "every": EVERY, "replicas": REPLICAS, "runs": {}}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
-            for name in SETTINGS:
-                found["runs"].setdefault(name, []).append(run(name, steps, seed, Path(folder)))
-                FILE.write_text(json.dumps(found, indent=1) + "\n")
+            for name, setting in settings.items():
+                found["runs"].setdefault(name, []).append(run(name, setting, steps, seed, Path(folder)))
+                file.write_text(json.dumps(found, indent=1) + "\n")
                 print(name, seed, found["runs"][name][-1], flush=True)
+
+
+def main(steps: int = 2000, seeds: int = 3) -> None:
+    """Compares ``SETTINGS``."""
+    compare(SETTINGS, FILE, steps, seeds, REPLICAS)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from jaxllm.parallel.distributed import group
 from jaxllm.parallel.elastic.rank_monitor import RankReporter
 from jaxllm.parallel.elastic.run_generation import RunGeneration
 from jaxllm.parallel.mesh_search import check_parameters, resolve
+from jaxllm.parallel.pipeline.stage_messages import SlowLinks
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
@@ -456,11 +457,32 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
     }
     if (stages := mesh.shape.get("stage", 1)) > 1:
         return pipelined_value_and_grad(
-            model, *pipeline_plan(config, stages), routing=config.routing, offload=config.parallel.offload, **shared
+            model,
+            *pipeline_plan(config, stages),
+            routing=config.routing,
+            offload=config.parallel.offload,
+            links=slow_links(config, mesh),
+            **shared,
         )
     slots = context_slots(config, mesh, model.rules)
     sizes = () if slots is None else slots.sizes
     return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, ring_sizes=sizes, **shared)
+
+
+def slow_links(config: RunConfig, mesh: Mesh | AbstractMesh) -> SlowLinks | None:
+    """Replicas of a run whose messages between stages are projected; None: none.
+
+    Raises:
+        ConfigError: the mesh has no such replica, or messages are not so wide.
+    """
+    outer, replicas, width = config.outer, mesh.shape.get(REPLICA, 1), config.model.embed_dim
+    if not outer.slow:
+        return None
+    if max(outer.slow) >= replicas:
+        raise ConfigError(f"outer: slow = {outer.slow}; the mesh has the replicas 0 to {replicas - 1}.")
+    if outer.stage_rank > width:
+        raise ConfigError(f"outer: stage_rank = {outer.stage_rank}; give at most the model's width, {width}.")
+    return SlowLinks(replicas, outer.slow, outer.stage_rank)
 
 
 def check_precision(config: RunConfig) -> None:

@@ -173,6 +173,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "no replicas": Feature(lambda run, sizes: "replica" not in sizes, lambda run: f"the mesh {run.mesh!r}"),
     "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
+    "slow replicas": Feature(lambda run, _: bool(run.outer.slow), lambda run: f"outer.slow = {run.outer.slow}"),
     "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
     "two-level sums": Feature(
         lambda run, _: run.parallel.reduce == "two_level", lambda run: f'parallel.reduce = "{run.parallel.reduce}"'

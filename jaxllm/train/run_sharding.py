@@ -67,21 +67,15 @@ def sharding_table(config: RunConfig, num_devices: int, topology: Topology | Non
     links = state_sharding_table(state.params, state.extras, model.logical_axes(), mesh.shape)
     found = replace(found, optimizer=found.optimizer + links.optimizer)
     rows, length = config.data.batch_size, config.data.seq_len
+    outer = "" if config.outer.kind == "none" else outer_remark(config, state.params, mesh.shape[REPLICA])
     if mesh.shape.get("stage", 1) > 1:
-        return replace(found, remark=pipeline_remark(config, model, mesh))
+        return replace(found, remark="\n".join(filter(None, (outer, pipeline_remark(config, model, mesh)))))
     if config.grads.compress:
         return replace(found, remark=compressed_remark(config, state.params, mesh))
     slots = context_slots(config, mesh, model.rules)
-    remark = "" if slots is None else slots.describe()
-    if config.outer.kind != "none":
-        replicas = mesh.shape[REPLICA]
-        sent = sent_bytes(config.outer, state.params, replicas)
-        remark = (
-            f"outer step of {replicas} replicas every {config.outer.every} steps: a device sends {size(sent)} over "
-            f"{REPLICA}, {size(sent / config.outer.every)} a step; data parallelism over as many would send "
-            f"{size(whole_bytes(config, state.params, replicas))} a step"
-        )
-        rows //= replicas
+    remark = "\n".join(filter(None, (outer, "" if slots is None else slots.describe())))
+    if outer:
+        rows //= mesh.shape[REPLICA]
         mesh = mesh.update(axis_sizes=tuple(1 if name == REPLICA else n for name, n in mesh.shape.items()))
     try:
         sent = expected_collectives(
@@ -90,6 +84,16 @@ def sharding_table(config: RunConfig, num_devices: int, topology: Topology | Non
     except NotImplementedError as unknown:
         return replace(found, remark="\n".join(filter(None, (remark, str(unknown)))))
     return replace(found, collectives=sent, remark=remark)
+
+
+def outer_remark(config: RunConfig, params: Any, replicas: int) -> str:
+    """Description of an outer step: bytes that a device sends over ``replica``."""
+    sent = sent_bytes(config.outer, params, replicas)
+    return (
+        f"outer step of {replicas} replicas every {config.outer.every} steps: a device sends {size(sent)} over "
+        f"{REPLICA}, {size(sent / config.outer.every)} a step; data parallelism over as many would send "
+        f"{size(whole_bytes(config, params, replicas))} a step"
+    )
 
 
 def whole_bytes(config: RunConfig, params: Any, devices: int) -> int:
@@ -125,14 +129,19 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
     vocabulary = config.model.vocab_size * config.model.embed_dim // mesh.shape.get("tensor", 1)
     matrices = 1 if config.model.tied else 2
     sums = jnp.dtype(config.model.param_dtype).itemsize
-    sent = f"{table.sends} x {size(message)} = {size(table.sends * message)}"
+
+    def sent(each: float) -> str:
+        return f"{table.sends} x {size(each)} = {size(table.sends * each)}"
+
+    slow, narrow = ", ".join(map(str, config.outer.slow)), message * config.outer.stage_rank / config.model.embed_dim
     return "\n".join(
         [
             facts(schedule),
             f"layers (or groups) of the virtual stages: {', '.join(map(str, depths.counts.sum(1)))}",
             f"saved layer inputs on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
             *(_offloaded(away, table.hosted + 1, message, more) if away else []),
-            f"point-to-point messages sent by a device in a step: {sent}",
+            f"point-to-point messages sent by a device in a step: {sent(message)}",
+            *([f"in the slow replicas {slow}: {sent(narrow)}"] if slow else []),
             f"embedding and head, gathered on every stage during a step: {size(matrices * vocabulary * width)}, and "
             f"{size(matrices * vocabulary * sums)} of gradients",
             "Collectives of other mesh axes in a pipeline: no formula yet.",

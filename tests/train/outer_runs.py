@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.compiler.replica_groups import Placement
 from jaxllm.data import DataConfig
+from jaxllm.models import DecoderConfig
 from jaxllm.optim import OptimConfig, ScheduleConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -75,15 +76,17 @@ def trained(run: RunConfig, steps: int | None = None) -> Trained:
     return Trained(state, [jax.device_get(one) for one in seen])
 
 
-def parallel_error(outer: OuterConfig, rest: str = "fsdp=2,tensor=2", steps: int = 4) -> float:
+def parallel_error(
+    outer: OuterConfig, rest: str = "fsdp=2,tensor=2", steps: int = 4, model: DecoderConfig = CONFIG
+) -> float:
     """Error of replicas with an outer step after every step, against data parallelism; losses and parameters."""
-    apart = trained(run_of(f"replica=2,{rest}", outer, LINEAR, steps))
+    apart = trained(run_of(f"replica=2,{rest}", outer, LINEAR, steps, model=model))
     sizes = dict(MeshSpec.parse(rest).axes)
     sizes["data"] = 2 * sizes.get("data", 1)
     mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    together = trained(run_of(mesh, OuterConfig(), LINEAR, steps))
+    together = trained(run_of(mesh, OuterConfig(), LINEAR, steps, model=model))
     losses = [np.array([float(one["loss"]) for one in run.metrics]) for run in (apart, together)]
-    start = quick.params(CONFIG)
+    start = quick.params(model)
     assert tiny.leaf_error(jax.device_get(together.state.params), start) > 1e-2, "the parameters have moved"
     return max(
         tiny.leaf_error(jax.device_get(apart.state.params), jax.device_get(together.state.params)),

@@ -8,6 +8,7 @@ Legend: B batch, S sequence, D embed, U units of a segment, R places for units o
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -40,6 +41,7 @@ from jaxllm.parallel.pipeline.stage_layout import (
     place_units,
     return_gradients,
 )
+from jaxllm.parallel.pipeline.stage_messages import SlowLinks, lost
 from jaxllm.parallel.pipeline.stage_split import SplitLayer, split_layer
 
 MANUAL = (STAGE, "data", "fsdp")
@@ -88,6 +90,7 @@ class Pipeline:
         aux_losses: collects auxiliary losses of the layers, in a step with gradients.
         offload: share of a stage's layers whose activations are offloaded to the host, see ``saved_activations``.
         trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``); None: all.
+        links: replicas whose messages between stages are projected; None: all messages are whole.
     """
 
     model: Functional
@@ -98,6 +101,7 @@ class Pipeline:
     aux_losses: AuxLossCollector | None = None
     offload: float = 0.0
     trainable: Any = None
+    links: SlowLinks | None = None
 
 
 class PipelineStep:
@@ -142,6 +146,11 @@ class PipelineStep:
             for g, w in enumerate(self.parts_of)
         ]
         self.blank = jax.eval_shape(self._embed, self.ends, self._micro(jnp.int32(0)))
+        if pipeline.links is not None:
+            self.basis = pipeline.links.basis(self.blank.shape[-1], self.blank.dtype)
+            holders = [schedule.holder(virtual)[0] for virtual in range(self.last + 1)]
+            crossed = [False, *(a != b for a, b in itertools.pairwise(holders))]
+            self.crossed = jnp.asarray(crossed) & pipeline.links.is_here()
 
     def run(self) -> tuple[Any, Any, Any]:
         """Sums of the head, sums of the aux-loss collector, and gradients sharded as the parameters."""
@@ -207,7 +216,14 @@ class PipelineStep:
         """Pool with the neighbour's message ``out``; the collective-permute runs in ticks in which any stage sends."""
         if not pairs:
             return pool
-        send = lambda pool, out: write_slot(pool, jax.lax.ppermute(out, STAGE, pairs), slot)  # noqa: E731
+        links, stages = self.pipeline.links, self.pipeline.schedule.stages
+
+        def send(pool: Array, out: Array) -> Array:
+            arrived = (
+                jax.lax.ppermute(out, STAGE, pairs) if links is None else links.send(out, self.basis, stages, pairs)
+            )
+            return write_slot(pool, arrived, slot)
+
         return jax.lax.cond(does, send, lambda pool, out: pool, pool, out)
 
     # Operations
@@ -220,7 +236,14 @@ class PipelineStep:
     def _input(self, cell: Any, batch: Any, message: Array) -> Array:
         """Input of a forward operation: the embedding on the first virtual stage, otherwise the received message."""
         first = cell["virtual"] == 0
-        return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
+        if self.pipeline.links is None:
+            return jax.lax.cond(first, lambda _: self._embed(self.ends, batch), lambda message: message, message)
+
+        def filled(message: Array) -> Array:
+            embedding = self._embed(self.ends, batch)
+            return jnp.where(first, embedding, message + lost(embedding, self.basis))
+
+        return jax.lax.cond(first | self.crossed[cell["virtual"]], filled, lambda message: message, message)
 
     def _evaluate(
         self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
@@ -288,7 +311,11 @@ class PipelineStep:
             (d_ends,) = jax.vjp(embed, self._trained(self.ends))[1](dx)
             return add_trees(ends, d_ends)
 
-        ends = jax.lax.cond(cell["virtual"] == 0, begin, lambda dx, ends: ends, dy, state["ends"])
+        first, dx = cell["virtual"] == 0, dy
+        if self.pipeline.links is not None:
+            dx = jnp.where(first, dy, lost(dy, self.basis))
+        embeds = first if self.pipeline.links is None else first | self.crossed[cell["virtual"]]
+        ends = jax.lax.cond(embeds, begin, lambda dx, ends: ends, dx, state["ends"])
         return {**state, "grads": grads, "ends": ends}, slots, dy
 
     def _weights(

@@ -24,6 +24,9 @@ class OuterConfig:
             "topk:SHARE,int8"; empty: all of it. "sparseloco" sends "topk:0.02,int2" by default.
         feedback: error feedback: share of what a replica has not sent that it adds to its next pseudo-gradient; 0:
             none; None: 0.95 for "sparseloco", 1 for others with top-k, else 0.
+        slow: numbers of the replicas whose messages between pipeline stages are projected
+            (``jaxllm.parallel.pipeline.stage_messages``); others send them whole.
+        stage_rank: numbers that a slow replica sends for each token, of the model's width.
         clip: "co2" alone: the outer momentum is scaled down to this global norm; 0: no clipping.
     """
 
@@ -34,12 +37,18 @@ class OuterConfig:
     compress: str = ""
     feedback: float | None = None
     clip: float = 0.0
+    slow: tuple[int, ...] = ()
+    stage_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ValueError(f"outer: every = {self.every}; give 1 or more inner steps.")
         if self.kind == "none":
-            given = [name for name in ("rate", "momentum", "compress", "feedback", "clip") if getattr(self, name)]
+            given = [
+                name
+                for name in ("rate", "momentum", "compress", "feedback", "clip", "slow", "stage_rank")
+                if getattr(self, name)
+            ]
             if given:
                 raise ValueError(f'outer: {given[0]} is of an outer step; give outer.kind too, such as "diloco".')
         if self.rate is not None and not self.rate > 0:
@@ -50,6 +59,13 @@ class OuterConfig:
             raise ValueError(f"outer: feedback = {self.feedback}; give a number from 0 (none) to 1.")
         if self.clip < 0 or (self.clip and self.kind != "co2"):
             raise ValueError(f'outer: clip = {self.clip}; give 0, or a positive norm with outer.kind = "co2".')
+        if self.stage_rank < 0 or bool(self.slow) != bool(self.stage_rank):
+            raise ValueError(
+                f"outer: slow = {self.slow} and stage_rank = {self.stage_rank}; give the slow replicas and a positive "
+                "rank of their messages, or neither."
+            )
+        if len(set(self.slow)) < len(self.slow) or min(self.slow, default=0) < 0:
+            raise ValueError(f"outer: slow = {self.slow}; give numbers of replicas from 0 on, each once.")
         if self.kind == "sparseloco" and self.momentum:
             raise ValueError(
                 f'outer: momentum = {self.momentum}, but error feedback takes its place in "sparseloco"; leave it out, '

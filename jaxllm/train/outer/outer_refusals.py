@@ -33,7 +33,10 @@ LOW_COMMUNICATION: tuple[Refusal, ...] = (
         "give the mesh the axis replica, such as replica=4",
     ),
     Refusal(
-        "outer step", "pipeline", "the stages of a pipeline do not run inside a replica", "leave stage out of the mesh"
+        "slow replicas",
+        "no pipeline",
+        "what is projected are messages between stages",
+        "give the mesh the axis stage, such as replica=4,stage=2, or leave out outer.slow",
     ),
     Refusal("outer step", "layerwise optimizer", "its step does not run inside a replica", "choose another optimizer"),
     Refusal("outer step", "optimizer offload", "the states of replicas are in device memory", IN_DEVICE_MEMORY),

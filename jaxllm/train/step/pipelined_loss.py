@@ -17,6 +17,7 @@ from jaxllm.parallel.pipeline.pipeline_step import Pipeline
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, legal_sizes, make
 from jaxllm.parallel.pipeline.stage_layout import StageDepths, assign_units
+from jaxllm.parallel.pipeline.stage_messages import SlowLinks
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches
 from jaxllm.train.step.objective import CrossEntropyObjective, HeadObjective, LossSums
@@ -73,6 +74,7 @@ def pipelined_value_and_grad(
     offload: float = 0.0,
     objective: HeadObjective | None = None,
     trainable: Any = None,
+    links: SlowLinks | None = None,
 ) -> Callable[[Any, Any], tuple[LossSums, Any]]:
     """Pipeline-parallel counterpart of ``jaxllm.train.step.loss.value_and_grad``.
 
@@ -87,10 +89,11 @@ def pipelined_value_and_grad(
         offload: share of a stage's layers whose activations are offloaded to the host.
         objective: the loss, over single tokens.
         trainable: subset of the parameters that gradients are taken of; None: all.
+        links: replicas whose messages between stages are projected; None: all messages are whole.
     """
     loss = CrossEntropyObjective(z_loss) if objective is None else objective
     routers = PipelineRouting.of(model.config, routing)
-    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload, trainable)
+    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload, trainable, links)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
