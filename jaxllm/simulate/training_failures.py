@@ -8,7 +8,7 @@ until there are hosts enough:
     elastic  the run goes on with the hosts that are left, at their share of the speed, and takes in those that return
     neither  the run waits until a host is repaired
 
-A second failure during a recovery begins it again. All times are in seconds. ``python -m benchmarks.failures`` compares
+A second failure during a recovery begins it again. All times are in seconds. ``python -m benchmarks.replicas.failures`` compares
 mechanisms at the failure rate of a published run.
 """
 
@@ -42,7 +42,7 @@ class FailingCluster:
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run recovers.
+    """Times of a run's recovery from a failure.
 
     Attributes:
         every: time between two snapshots.

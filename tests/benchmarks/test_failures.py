@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.failures import ROWS, main, shown
+from benchmarks.replicas.failures import ROWS, main, shown
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -1,6 +1,6 @@
 """Goodput of a large run whose hosts fail, with all mechanisms of recovery, and without each: a simulation.
 
-    python -m benchmarks.failures [--devices 10000] [--rate 4.7e-4] [--hangs 0.1] [--repair 12] [--spares 12]
+    python -m benchmarks.replicas.failures [--devices 10000] [--rate 4.7e-4] [--hangs 0.1] [--repair 12] [--spares 12]
         [--days 365] [--histories 8] [--json FILE]
 
 ``--rate`` is failures of a device in a day: 4.7e-4 are the 419 unplanned interruptions of 54 days on 16,384 GPUs
