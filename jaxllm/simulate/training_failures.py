@@ -8,8 +8,8 @@ until there are hosts enough:
     elastic  the run goes on with the hosts that are left, at their share of the speed, and takes in those that return
     neither  the run waits until a host is repaired
 
-A second failure during a recovery begins it again. All times are in seconds. ``python -m benchmarks.replicas.failures`` compares
-mechanisms at the failure rate of a published run.
+A second failure during a recovery begins it again. All times are in seconds. ``python -m benchmarks.replicas.failures``
+compares mechanisms at the failure rate of a published run.
 """
 
 from __future__ import annotations
