@@ -6,15 +6,20 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.models import functional
 from jaxllm.train import train
 from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.run_sharding import sharding_table
-from tests import tiny
+from jaxllm.train.step.loss import value_and_grad
+from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
+from sharding import shardings_of
+from tests import quick, tiny
 from tests.train import runs
-from tests.train.outer_runs import parallel_error, run_of, trained
+from tests.train.outer_runs import batch_at, parallel_error, parts_of, run_of, trained
 from tests.train.slow_replicas import AVERAGE, MODEL, SGD, compiled_text, definition_error, message_bytes
 
 
@@ -41,6 +46,19 @@ def test_slow_replicas_send_less(float64):
     assert found == {0: {whole}, 1: {whole * 5 // MODEL.embed_dim}}
 
 
+def test_an_evaluation_is_of_the_rows_of_all_replicas(float64):
+    run = run_of("replica=2,stage=2,fsdp=2", AVERAGE, SGD, 1, model=MODEL)
+    model, _, mesh, abstract, _ = parts_of(run)
+    start, batch = quick.params(MODEL), batch_at(0)
+    with jax.set_mesh(mesh):
+        there = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
+        params = jax.device_put(start, shardings_of(abstract.params))
+        found = quick.jit(pipelined_loss_sums(model, *pipeline_plan(run, 2)))(params, jax.device_put(batch, there))
+    want, _ = quick.jit(value_and_grad(functional(MODEL)))(start, batch)
+    assert float(found.nll) == pytest.approx(float(want.nll), rel=1e-10)
+    assert float(found.count) == float(want.count)
+
+
 @pytest.mark.drawn(0.5)
 def test_a_run_with_slow_replicas_resumes_bitwise(tmp_path):
     outer = OuterConfig("sparseloco", every=3, compress="topk:0.1,int8", slow=(1,), stage_rank=8)
@@ -54,7 +72,7 @@ def test_a_run_with_slow_replicas_resumes_bitwise(tmp_path):
     assert again.evaluation == whole.evaluation is not None
 
 
-def test_what_is_refused():
+def test_what_is_refused(float64):
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"slow": (1,)}, "give the slow replicas and a positive rank"),
         ({"stage_rank": 4}, "give the slow replicas and a positive rank"),
@@ -75,7 +93,7 @@ def test_what_is_refused():
             trained(run_of(mesh, outer, SGD, 1, model=MODEL))
 
 
-def test_the_sharding_table_says_what_slow_replicas_send():
+def test_the_sharding_table_says_what_slow_replicas_send(float64):
     outer = OuterConfig("diloco", every=10, slow=(1,), stage_rank=MODEL.embed_dim // 4)
     remark = sharding_table(run_of("replica=2,stage=2", outer, model=MODEL), 4).remark
     assert remark.startswith("outer step of 2 replicas every 10 steps: a device sends")

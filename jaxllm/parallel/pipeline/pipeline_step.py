@@ -44,7 +44,7 @@ from jaxllm.parallel.pipeline.stage_layout import (
 from jaxllm.parallel.pipeline.stage_messages import SlowLinks, lost
 from jaxllm.parallel.pipeline.stage_split import SplitLayer, split_layer
 
-MANUAL = (STAGE, "data", "fsdp")
+MANUAL = (STAGE, "replica", "data", "fsdp")
 TREE = ("embedding", "segments", "head")
 OPERATIONS = ("idle", "forward", "backward", "weight_grads")
 """Named scopes of the operations, by their index in ``schedule_table.KINDS``."""

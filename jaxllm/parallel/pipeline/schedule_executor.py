@@ -78,7 +78,8 @@ def _mapped(
     params = arguments[0]
     mesh = jax.sharding.get_abstract_mesh()
     _check(pipeline, mesh)
-    manual = tuple(a for a in MANUAL if mesh.shape.get(a, 1) > 1)
+    # A training step of replicas is manual over them already; an evaluation is of the rows of all.
+    manual = tuple(a for a in MANUAL if mesh.shape.get(a, 1) > 1 and a not in mesh.manual_axes)
     rules = pipeline.model.rules
     whole = jax.tree.map(lambda leaf, axes: rules.spec(axes, mesh, leaf.shape), params, pipeline.model.logical_axes())
     stored = jax.tree.map(lambda spec: only(spec, manual), whole, is_leaf=is_spec)
