@@ -72,6 +72,7 @@ class ElasticSupervisor:
         self._events: list[dict[str, Any]] = []
         self._stopping = 0
         self._failed_at = 0.0
+        self._out: set[int] = set()  # slots that failed and are in no generation since
 
     def run(self) -> int:
         """Exit status of the run: 0, or that of the process that failed first."""
@@ -99,6 +100,8 @@ class ElasticSupervisor:
             slots = self._wait_for_slots()
             if not slots:
                 return 128 + self._stopping
+            self._events += [self._event("returned", slot=slot) for slot in slots if slot in self._out]
+            self._out.difference_update(slots)
             number += 1
             generation = RunGeneration(
                 number, slots, self._members.slots, self._key, monitor.address, tuple(self._events)
@@ -146,7 +149,6 @@ class ElasticSupervisor:
                 back = set(self._members.present(time.monotonic())) - set(generation.slots)
                 if max(monitor.steps) > 0:
                     self._say(f"{_slots(back)} returned; taken in after the current step")
-                    self._events += [self._event("returned", slot=slot) for slot in sorted(back)]
                     reforming = True
             if reforming:
                 monitor.ask_to_reform()
@@ -188,6 +190,7 @@ class ElasticSupervisor:
         for failure in failures:
             slot, process = generation.slots[failure.rank], self._running[failure.rank]
             out = self._members.exclude(slot, now)
+            self._out.add(slot)
             self._say(
                 f"process {failure.rank} (slot {slot}, pid {process.pid}) {failure.kind}: {failure.what}; its slot is "
                 f"out for {out:g} s"

@@ -262,11 +262,13 @@ def elastic_histories(seed: int) -> dict[str, float]:
     one process that nothing happened to; the seconds from each failure to the end of the next step."""
     rng = random.Random(seed)
     kinds, returns = history_of(seed)
-    steps = STEPS + (20 if returns else 0)
-    with tempfile.TemporaryDirectory() as folder, ElasticRun(Path(folder), steps, 8.0 if returns else 600.0) as run:
+    steps = STEPS + (80 if returns else 0)
+    with tempfile.TemporaryDirectory() as folder, ElasticRun(Path(folder), steps, 3.0 if returns else 600.0) as run:
         want = []
         run.until_generation(1, PROCESSES)
         for kind in kinds:
+            if returns:  # harm to processes that form again anyway would be to a generation that is ending
+                run.until(lambda: len(run.pids()) == PROCESSES, "all slots in")
             run.until_step(run.step + rng.randint(4, 8))
             want += harm(run, rng, kind)
         run.finish()
