@@ -217,6 +217,7 @@ def local_processes(
     devices: int = 0,
     logs: Path = Path("runs/logs"),
     slots: Sequence[int] | None = None,
+    coordinator: str = "",
     variables: Mapping[str, str] | None = None,
 ) -> list[ProcessSpec]:
     """Processes of a local cluster on this machine; the first one prints, the others write to log files.
@@ -228,6 +229,7 @@ def local_processes(
             it to JAX.
         logs: folder of the log files.
         slots: place of each process, which says its accelerators and its log file; None: its number.
+        coordinator: ``HOST:PORT``; "": a free port of this machine.
         variables: further variables of all processes.
 
     Raises:
@@ -235,15 +237,10 @@ def local_processes(
     """
     if processes < 1:
         raise ValueError(f"{processes} processes; give 1 or more.")
-    address = f"127.0.0.1:{free_port()}"
+    address = coordinator or f"127.0.0.1:{free_port()}"
     found = []
     for number, slot in enumerate(range(processes) if slots is None else slots):
-        environment = {
-            **(variables or {}),
-            "JAXLLM_COORDINATOR": address,
-            "JAXLLM_PROCESSES": str(processes),
-            "JAXLLM_PROCESS_ID": str(number),
-        }
+        environment = {**(variables or {}), **process_variables(number, processes, address)}
         if devices and os.environ.get("JAX_PLATFORMS") == "cpu":
             environment["JAX_NUM_CPU_DEVICES"] = str(devices)
         elif devices:
@@ -251,6 +248,15 @@ def local_processes(
             environment["JAXLLM_LOCAL_DEVICES"] = ",".join(map(str, share))
         found.append(ProcessSpec(tuple(command), environment, None if number == 0 else logs / f"process_{slot}.log"))
     return found
+
+
+def process_variables(number: int, processes: int, coordinator: str) -> dict[str, str]:
+    """Variables that tell a process its number, the number of all processes, and the coordinator's ``HOST:PORT``."""
+    return {
+        "JAXLLM_COORDINATOR": coordinator,
+        "JAXLLM_PROCESSES": str(processes),
+        "JAXLLM_PROCESS_ID": str(number),
+    }
 
 
 def free_port() -> int:

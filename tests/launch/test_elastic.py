@@ -21,13 +21,15 @@ from jax.sharding import AbstractMesh
 from jaxllm.cli.main import main
 from jaxllm.data import Batch
 from jaxllm.observe.event_log import goodput
-from jaxllm.parallel.elastic.elastic_supervisor import ElasticSupervisor, is_runnable
+from jaxllm.parallel.elastic.elastic_supervisor import ElasticSupervisor
+from jaxllm.parallel.elastic.host_link import HostLink
 from jaxllm.parallel.elastic.membership import ElasticPolicy, Membership
+from jaxllm.parallel.elastic.process_starts import HostStarts, LocalStarts
 from jaxllm.parallel.elastic.rank_monitor import BATCH, HOST, WAITING, LoopPosition, RankMonitor, RankReporter
 from jaxllm.parallel.elastic.run_generation import RunGeneration, detect_generation
 from jaxllm.parallel.elastic.slow_ranks import FLOOR, STEPS, WARMUP, RankStepTimes, SlowRank, SlowRanks
-from jaxllm.parallel.elastic.warm_start import WarmStart
-from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy
+from jaxllm.parallel.elastic.warm_start import WarmStart, is_runnable
+from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy, free_port, process_variables
 from jaxllm.train.recovery.elastic_run import mesh_for_devices_left
 from jaxllm.train.run_rows import pad_rows, rows_on_mesh
 from sharding import MeshSpec, Rules
@@ -187,6 +189,15 @@ def warm_main(arguments: list[str]) -> int:
             if (generation.number, rank) in ((1, "1"), (2, "0")):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
+    if what == "lose host":  # in the first generation the agent of the last host dies
+        generation = detect_generation(os.environ)
+        assert generation is not None
+        rank = os.environ["JAXLLM_PROCESS_ID"]
+        if generation.number == 1:
+            if rank == "2":
+                os.kill(parent_of(os.getppid()), signal.SIGKILL)
+            time.sleep(60)
+    if what in ("lose", "lose host"):
         (Path(rest[0]) / rank).write_text(json.dumps([generation.slots, [one["slot"] for one in generation.events]]))
     return int(rest[1]) if len(rest) > 1 else 0
 
@@ -217,14 +228,15 @@ def test_the_others_go_on_without_lost_processes(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     said: list[str] = []
 
-    def make(slots, variables):
+    def make(slots, coordinator, variables):
         own = {**variables, "JAX_PLATFORMS": "cpu"}
         command = ("lose", str(tmp_path))
         ranks = range(len(slots))
         return [ProcessSpec(command, {**own, "JAXLLM_PROCESS_ID": str(rank)}, tmp_path / "log") for rank in ranks]
 
     entry = "tests.launch.test_elastic:warm_main"
-    assert ElasticSupervisor(make, 4, entry, (), RestartPolicy(pause=0), ElasticPolicy(), said.append).run() == 0
+    policy = ElasticPolicy(), said.append
+    assert ElasticSupervisor(make, 4, LocalStarts(4, entry), "127.0.0.1", RestartPolicy(pause=0), *policy).run() == 0
     told = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("[0-9]")}
     assert told == {key: [[2, 3], [1, 0]] for key in ("0", "1")}
     assert "process 1 (slot 1, pid" in said[0]
@@ -232,6 +244,98 @@ def test_the_others_go_on_without_lost_processes(tmp_path: Path, monkeypatch: py
     assert said[1] == "going on with 3 of 4 processes"
     assert "process 0 (slot 0, pid" in said[2]
     assert said[3] == "going on with 2 of 4 processes"
+
+
+def parent_of(pid: int) -> int:
+    """Process that has started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize(
+    ("what", "slots", "lost"),
+    [("lose", [2], ["slot 1", "slot 0"]), ("lose host", [0, 1], ["slot 2"])],
+)
+def test_the_others_go_on_without_lost_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, slots: list[int], lost: list[str]
+):
+    """The agents of two hosts start what the supervisor of the third asks for; processes are lost, or a whole host."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    said: list[str] = []
+    entry, address, coordinators = "tests.launch.test_elastic:warm_main", ("localhost", free_port()), []
+    agent = (
+        "import sys; from jaxllm.parallel.elastic.host_agent import HostAgent; slot, port = map(int, sys.argv[1:]); "
+        f"sys.exit(HostAgent(('localhost', port), slot, '{entry}', (), 60.0, print).run())"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", agent]
+    agents = [subprocess.Popen([*command, slot, str(address[1])], env=env, cwd=tmp_path) for slot in ("1", "2")]
+
+    def make(slots, coordinator, variables):
+        coordinators.append(coordinator)
+        own = [{**variables, **process_variables(rank, len(slots), coordinator)} for rank in range(len(slots))]
+        return [ProcessSpec((what, str(tmp_path)), one, tmp_path / "log") for one in own]
+
+    starts = HostStarts(3, address, entry)
+    supervisor = ElasticSupervisor(make, 3, starts, "localhost", RestartPolicy(pause=0), ElasticPolicy(), said.append)
+    assert supervisor.run() == 0
+    told = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("[0-9]")}
+    assert [facts[0] for facts in told.values()] == [slots] * len(slots)
+    named = [line for line in said if line.startswith("process")]
+    assert [f"({place} on {socket.gethostname()}, pid " in line for place, line in zip(lost, named, strict=True)]
+    assert ("has lost its host, which does not answer, after step 0" in named[-1]) == (what == "lose host")
+    codes = [one.wait(30) for one in agents]
+    assert codes == [0, -signal.SIGKILL if what == "lose host" else 0]
+    assert all(coordinator.startswith("localhost:") for coordinator in coordinators)
+    assert len(set(coordinators)) == len(coordinators)
+
+
+def test_an_end_that_says_nothing_is_gone():
+    with socket.create_server(("localhost", 0)) as listening:
+        one = socket.create_connection(listening.getsockname())
+        other, _ = listening.accept()
+    talking, silent = HostLink(one, beat=0.05, silent=0.3), HostLink(other, beat=10.0, silent=60.0)
+    silent.send(word=[1])
+    began = time.monotonic()
+    assert list(talking.receive()) == [{"word": [1]}]  # its own signs of life are no sign of the other's
+    assert 0.2 < time.monotonic() - began < 10
+    assert not talking.open
+    assert list(silent.receive()) == []
+    assert not silent.open
+
+
+def test_hosts_are_found_by_name_and_number():
+    starts = HostStarts(3, ("localhost", free_port()), "tests.launch.test_elastic:warm_main")
+    try:
+        assert starts.slot_of(socket.gethostname() + ".domain") == 0
+        assert [starts.slot_of(name) for name in ("2", "3", "elsewhere")] == [2, None, None]
+        assert starts.available() == {0}
+        assert starts.start(1, ProcessSpec(("write",))).wait() == -signal.SIGKILL  # nobody is there
+    finally:
+        starts.close(0)
+
+
+def test_held_slots_take_the_place_of_those_that_are_out():
+    members = Membership(5, ElasticPolicy(spares=2, away=10))
+    assert members.wanted == 3
+    assert members.choose(members.present(0.0), ()) == (0, 1, 2)
+    members.exclude(1, 0.0)
+    assert members.choose(members.present(1.0), (0, 1, 2)) == (0, 2, 3)
+    assert members.choose(members.present(11.0), (0, 2, 3)) == (0, 2, 3)  # the slot that is back is held
+    with pytest.raises(ValueError, match=r"elastic\.spares = 3 of 3 slots; leave 1 or more"):
+        Membership(3, ElasticPolicy(spares=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--elastic.exclude", "7"], "no slot is called 7; the slots are 0 to 3"),
+        (["--elastic.exclude", "0,1,2,3"], "leave too few of 4 slots"),
+        (["--elastic.exclude", "0,1,2", "--elastic.least", "2"], "leave too few of 4 slots"),
+    ],
+)
+def test_policies_that_leave_nobody_are_refused(capsys: pytest.CaptureFixture[str], options: list[str], told: str):
+    assert main(["launch", "local", "-n", "4", *options, "--", "train", "quickstart", "--elastic"]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_stopped_process_is_not_runnable():
@@ -302,6 +406,6 @@ def test_failures_are_no_intervals_of_time():
 
 def test_elastic_runs_need_their_supervisor(capsys: pytest.CaptureFixture[str]):
     assert main(["launch", "supervise", "--", "train", "quickstart", "--elastic"]) == 2
-    assert "--elastic needs one supervisor for all processes" in capsys.readouterr().err
+    assert "needs a job of several hosts, and the environment describes one process" in capsys.readouterr().err
     assert main(["train", "quickstart", "--elastic", "--steps", "1"]) == 2
     assert "jaxllm launch local -n PROCESSES -- train RECIPE --elastic" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,15 +10,20 @@ from pathlib import Path
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.command_table import COMMANDS
 from jaxllm.cli.errors import UsageError
+from jaxllm.parallel.cluster_environment import ClusterError, detect, tpu_metadata
 from jaxllm.parallel.elastic.elastic_supervisor import ElasticSupervisor
+from jaxllm.parallel.elastic.host_agent import HostAgent
 from jaxllm.parallel.elastic.membership import ElasticPolicy
-from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy, Supervisor, local_processes
+from jaxllm.parallel.elastic.process_starts import HostStarts, LocalStarts
+from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy, Supervisor, local_processes, process_variables
 
 USAGE = """usage: jaxllm launch local -n 4 [...] -- train RECIPE ...     processes on this machine
-       jaxllm launch supervise [...] -- train RECIPE ...      one process of a job that a scheduler has started
+       jaxllm launch supervise [...] -- train RECIPE ...      one process of a job that a scheduler has started,
+                                                              on each of its hosts
 
 After -- comes a command of jaxllm, or any program. `jaxllm launch local --help` lists the options."""
 
+ENTRY = "jaxllm.cli.main:main"
 WARM_MODULES = ("jaxllm.cli.recipe_arguments", "jaxllm.train.loop", "jaxllm.checkpoint.memory.memory_snapshots")
 """Modules that processes of an elastic run find imported when they start."""
 
@@ -62,34 +68,95 @@ def launch(argv: list[str]) -> int:
             dry_run: print the commands without running them.
         """
         if is_elastic(words) and not dry_run:
+            slots = processes + elastic.spares
+            check_excluded(elastic, slots)
 
-            def make(slots: Sequence[int], variables: Mapping[str, str]) -> list[ProcessSpec]:
-                return local_processes(words, len(slots), devices=devices, logs=logs, slots=slots, variables=variables)
+            def make(slots: Sequence[int], coordinator: str, variables: Mapping[str, str]) -> list[ProcessSpec]:
+                places = {"slots": slots, "coordinator": coordinator, "variables": variables}
+                return local_processes(words, len(slots), devices=devices, logs=logs, **places)
 
-            entry = "jaxllm.cli.main:main"
-            return ElasticSupervisor(make, processes, entry, WARM_MODULES, patience, elastic).run()
+            own = local_processes(words, 1, devices=devices)[0].environment
+            shared = {name: value for name, value in own.items() if not name.startswith("JAXLLM_")}
+            starts = LocalStarts(slots, ENTRY, WARM_MODULES, shared)
+            return ElasticSupervisor(make, slots, starts, patience=patience, policy=elastic).run()
         words_of_one = command()
         return supervise(
             lambda: local_processes(words_of_one, processes, devices=devices, logs=logs), patience, dry_run
         )
 
-    def run_one(patience: RestartPolicy = RestartPolicy(), dry_run: bool = False) -> int:  # noqa: B008 - frozen
+    def run_one(
+        patience: RestartPolicy = RestartPolicy(),  # noqa: B008 - frozen
+        elastic: ElasticPolicy = ElasticPolicy(),  # noqa: B008 - frozen
+        dry_run: bool = False,
+    ) -> int:
         """Runs one process of a distributed job and restarts it when it fails; the scheduler's environment names it.
+
+        With `train RECIPE --elastic` the first host supervises all others: the run goes on with the hosts left.
 
         Args:
             patience: number and delay of restarts.
+            elastic: what counts as a failure of an elastic run, which hosts are held or excluded, and how long a failed
+                one stays out.
             dry_run: print the command without running it.
         """
-        if is_elastic(words):
-            raise UsageError(
-                "--elastic needs one supervisor for all processes: `jaxllm launch local`. Leave it out here; then all "
-                "processes restart when one is lost."
-            )
+        if is_elastic(words) and not dry_run:
+            return run_elastic_host(words, patience, elastic)
         one = command()
         return supervise(lambda: [ProcessSpec(one)], patience, dry_run)
 
     options = [f"--processes{word[2:]}" if word.split("=")[0] == "-n" else word for word in options]
     return parse_command(run_local if kind == "local" else run_one, options, f"jaxllm launch {kind}")
+
+
+def run_elastic_host(words: Sequence[str], patience: RestartPolicy, policy: ElasticPolicy) -> int:
+    """Runs one host of an elastic run over several: the first supervises all, the others start what it asks for.
+
+    Raises:
+        UsageError: the environment describes no job of several processes, or too few for the policy.
+    """
+    try:
+        cluster = detect(os.environ, tpu_metadata)
+    except ClusterError as error:
+        raise UsageError(str(error)) from error
+    if cluster.processes == 1:
+        raise UsageError(
+            "--elastic under `jaxllm launch supervise` needs a job of several hosts, and the environment describes one "
+            "process (docs/train/distributed.md). For the processes of one machine: `jaxllm launch local -n PROCESSES`."
+        )
+    host, _, port = cluster.coordinator.rpartition(":")
+    address = host, int(port)
+    if cluster.rank:
+        return HostAgent(address, cluster.rank, ENTRY, WARM_MODULES, policy.gather, say).run()
+    check_excluded(policy, cluster.processes)
+
+    def make(slots: Sequence[int], coordinator: str, variables: Mapping[str, str]) -> list[ProcessSpec]:
+        own = [process_variables(rank, len(slots), coordinator) for rank in range(len(slots))]
+        return [ProcessSpec(tuple(words), {**variables, **one}) for one in own]
+
+    starts = HostStarts(cluster.processes, address, ENTRY, WARM_MODULES)
+    return ElasticSupervisor(make, cluster.processes, starts, host, patience, policy, say).run()
+
+
+def check_excluded(policy: ElasticPolicy, slots: int) -> None:
+    """Refuses a policy that leaves no slot.
+
+    Raises:
+        UsageError: names what is wrong.
+    """
+    wrong = [word for word in policy.excluded if word.isdecimal() and int(word) >= slots]
+    if wrong:
+        raise UsageError(f"--elastic.exclude: no slot is called {wrong[0]}; the slots are 0 to {slots - 1}.")
+    left = slots - len(set(policy.excluded))
+    if left < max(policy.least, 1) or policy.spares >= slots:
+        raise UsageError(
+            f"--elastic.spares {policy.spares} and --elastic.exclude {policy.exclude or 'nobody'} leave too few of "
+            f"{slots} slots for a run of {policy.least} or more processes (--elastic.least)."
+        )
+
+
+def say(text: str) -> None:
+    """Prints a line for the user."""
+    print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def is_elastic(words: Sequence[str]) -> bool:

@@ -14,19 +14,18 @@ their state is in the peer servers' memory, which outlives them.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxllm.parallel.elastic.membership import ElasticPolicy, Membership
+from jaxllm.parallel.elastic.process_starts import ProcessStarts
 from jaxllm.parallel.elastic.rank_monitor import RankFailure, RankMonitor
 from jaxllm.parallel.elastic.run_generation import REFORMED, RunGeneration
-from jaxllm.parallel.elastic.warm_start import WarmProcess, WarmStart
+from jaxllm.parallel.elastic.warm_start import WarmProcess
 from jaxllm.parallel.heartbeat import EXIT
 from jaxllm.parallel.supervisor import WANTED, ProcessSpec, RestartPolicy, describe_exit
 
@@ -42,13 +41,14 @@ CONSEQUENCES = (EXIT, -signal.SIGABRT)
 
 
 class ElasticSupervisor:
-    """Supervisor of an elastic run on this machine.
+    """Supervisor of an elastic run on one machine or several.
 
     Args:
-        make: creates the processes of a generation by rank, from its slots and its variables. Their commands are
-            arguments of ``entry``.
+        make: creates the processes of a generation by rank, from its slots, its coordinator's address and its
+            variables.
         slots: number of slots.
-        entry, modules: see ``WarmStart``.
+        starts: where they are started; closed at the end.
+        host: name by which processes reach this machine.
         patience: for failures in a row without a step in between; a generation that does a step ends the row.
         policy: what counts as a failure.
         say: prints a line for the user.
@@ -56,15 +56,15 @@ class ElasticSupervisor:
 
     def __init__(
         self,
-        make: Callable[[Sequence[int], Mapping[str, str]], Sequence[ProcessSpec]],
+        make: Callable[[Sequence[int], str, Mapping[str, str]], Sequence[ProcessSpec]],
         slots: int,
-        entry: str,
-        modules: Sequence[str] = (),
+        starts: ProcessStarts,
+        host: str = "127.0.0.1",
         patience: RestartPolicy | None = None,
         policy: ElasticPolicy | None = None,
         say: Callable[[str], None] = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True),
     ):
-        self._make, self._entry, self._modules = make, entry, modules
+        self._make, self._starts, self._host = make, starts, host
         self._patience, self._policy, self._say = patience or RestartPolicy(), policy or ElasticPolicy(), say
         self._members = Membership(slots, self._policy)
         self._key = secrets.token_hex(4)
@@ -78,39 +78,33 @@ class ElasticSupervisor:
         """Exit status of the run: 0, or that of the process that failed first."""
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         old = {number: signal.signal(number, self._pass_on) for number in passed}
-        monitor = RankMonitor(self._policy)
-        self._starter = self._warm_start()
+        monitor, code = RankMonitor(self._policy, host=self._host), 1
         try:
-            return self._generations(monitor)
+            code = self._generations(monitor)
+            return code
         finally:
             self._kill()
-            self._starter.close()
+            self._starts.close(code)
             monitor.close()
             for each, handler in old.items():
                 signal.signal(each, handler)
 
-    def _warm_start(self) -> WarmStart:
-        (first, *_) = self._make(range(self._members.slots), {})
-        shared = {name: value for name, value in first.environment.items() if not name.startswith("JAXLLM_")}
-        return WarmStart(self._entry, self._modules, shared)
-
     def _generations(self, monitor: RankMonitor) -> int:
-        number, failures = 0, 0
+        number, failures, slots = 0, 0, ()
+        self._gather()
         while True:
-            slots = self._wait_for_slots()
+            slots = self._wait_for_slots(slots)
             if not slots:
                 return 128 + self._stopping
             self._events += [self._event("returned", slot=slot) for slot in slots if slot in self._out]
             self._out.difference_update(slots)
             number += 1
             generation = RunGeneration(
-                number, slots, self._members.slots, self._key, monitor.address, tuple(self._events)
+                number, slots, self._members.wanted, self._key, monitor.address, tuple(self._events)
             )
             monitor.watch(generation.name, len(slots))
-            if not self._starter.alive:
-                self._starter = self._warm_start()
-            for spec in self._make(slots, generation.environment()):
-                self._running.append(self._starter.start(spec.command, spec.environment, spec.log))
+            specs = self._make(slots, self._starts.coordinator(slots[0]), generation.environment())
+            self._running += [self._starts.start(slot, spec) for slot, spec in zip(slots, specs, strict=True)]
             code = self._watch(generation, monitor)
             progressed = max(monitor.steps, default=0) > 0
             self._kill()
@@ -143,12 +137,13 @@ class ElasticSupervisor:
             if None not in codes:
                 if REFORMED not in codes:
                     return 0
-                self._say(f"all {len(codes)} processes have saved; forming again with {self._members.slots} slots")
+                more = len(self._choose(generation.slots))
+                self._say(f"all {len(codes)} processes have saved; forming again with {more} slots")
                 return None
-            if not reforming and len(self._members.present(time.monotonic())) > len(generation.slots):
-                back = set(self._members.present(time.monotonic())) - set(generation.slots)
-                if max(monitor.steps) > 0:
-                    self._say(f"{_slots(back)} returned; taken in after the current step")
+            if not reforming and max(monitor.steps) > 0:
+                back = sorted(set(self._choose(generation.slots)) - set(generation.slots))
+                if back:
+                    self._say(f"{', '.join(map(self._starts.place, back))} returned; taken in after the current step")
                     reforming = True
             if reforming:
                 monitor.ask_to_reform()
@@ -176,8 +171,10 @@ class ElasticSupervisor:
         first = {rank: code for rank, code in bad.items() if code not in CONSEQUENCES} or bad
         steps = monitor.steps
         found = [
-            RankFailure(rank, "lost", began, f"{describe_exit(code)} after step {steps[rank]}", steps[rank])
-            for rank, code in first.items()
+            RankFailure(
+                rank, "lost", began, f"{self._running[rank].describe_end()} after step {steps[rank]}", steps[rank]
+            )
+            for rank in first
         ]
         self._lose(generation, found)
         return None
@@ -189,11 +186,12 @@ class ElasticSupervisor:
             self._failed_at = min(failure.since for failure in failures)
         for failure in failures:
             slot, process = generation.slots[failure.rank], self._running[failure.rank]
+            process.give_up()
             out = self._members.exclude(slot, now)
             self._out.add(slot)
             self._say(
-                f"process {failure.rank} (slot {slot}, pid {process.pid}) {failure.kind}: {failure.what}; its slot is "
-                f"out for {out:g} s"
+                f"process {failure.rank} ({self._starts.place(slot)}, pid {process.pid}) {failure.kind}: "
+                f"{failure.what}; its slot is out for {out:g} s"
             )
             self._events.append(
                 {
@@ -201,18 +199,21 @@ class ElasticSupervisor:
                     "time": round(failure.since + offset, 3),
                     "rank": failure.rank,
                     "slot": slot,
+                    "place": self._starts.place(slot),
                     "what": failure.what,
                     "step": failure.step,
                     "named_after": round(now - failure.since, 3),
                 }
             )
-        left = self._members.slots - len(set(range(self._members.slots)) - set(self._members.present(now)))
-        self._say(f"going on with {left} of {self._members.slots} processes")
+        left = self._choose(generation.slots)
+        self._say(f"going on with {len(left)} of {self._members.wanted} processes")
+        if spares := sorted(set(left) - set(generation.slots)):
+            self._say(f"held until now, and taken in: {', '.join(map(self._starts.place, spares))}")
 
     def _is_starved(self, failure: RankFailure) -> bool:
         """Whether a silent process is only waiting for a processor, which is told for some time from one that hangs."""
-        silent, pid = time.monotonic() - failure.since, self._running[failure.rank].pid
-        return silent < STARVED * self._policy.hung_after and pid is not None and is_runnable(pid)
+        silent = time.monotonic() - failure.since
+        return silent < STARVED * self._policy.hung_after and self._running[failure.rank].runnable()
 
     def _say_recovered(self, monitor: RankMonitor) -> None:
         if self._failed_at and monitor.steps and min(monitor.steps) > 0:
@@ -223,12 +224,33 @@ class ElasticSupervisor:
     def _event(self, kind: str, **facts: Any) -> dict[str, Any]:
         return {"event": kind, "time": round(time.time(), 3), **facts}
 
-    def _wait_for_slots(self) -> tuple[int, ...]:
-        """Slots that are in, once there are enough; empty if a signal came first."""
+    def _choose(self, before: Sequence[int]) -> tuple[int, ...]:
+        """Slots that would form a generation now."""
+        excluded = {self._starts.slot_of(word) for word in self._policy.excluded}
+        present = self._starts.available().intersection(self._members.present(time.monotonic())) - excluded
+        return self._members.choose(present, before)
+
+    def _gather(self) -> None:
+        """Waits until all slots are there, for some time."""
+        everybody = range(self._members.slots)
+        self._wait_until(
+            lambda: bool(self._stopping) or self._starts.available().issuperset(everybody), self._policy.gather
+        )
+        missing = set(everybody) - self._starts.available()
+        if missing and not self._stopping:
+            places = ", ".join(map(self._starts.place, sorted(missing)))
+            self._say(f"{places} did not come within {self._policy.gather:g} s; starting without")
+        self._out |= missing
+        for word in self._policy.excluded:
+            slot = self._starts.slot_of(word)
+            self._say(f"{self._starts.place(slot)} is excluded" if slot is not None else f"no host is called {word}")
+
+    def _wait_for_slots(self, before: Sequence[int]) -> tuple[int, ...]:
+        """Slots of the next generation, once there are enough; empty if a signal came first."""
         said = False
         while not self._stopping:
-            slots = self._members.present(time.monotonic())
-            if len(slots) >= min(self._policy.least, self._members.slots):
+            slots = self._choose(before)
+            if len(slots) >= min(self._policy.least, self._members.wanted):
                 return slots
             if not said:
                 self._say(f"{len(slots)} slots are in, and {self._policy.least} are needed; waiting for the others")
@@ -259,16 +281,3 @@ class ElasticSupervisor:
         for process in self._running:
             process.wait()
         self._running.clear()
-
-
-def is_runnable(pid: int) -> bool:
-    """Whether a thread of a process runs or waits for a processor; a stopped process has none."""
-    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError):
-            if stat.read_text().rpartition(")")[2].split()[0] == "R":
-                return True
-    return False
-
-
-def _slots(numbers: set[int]) -> str:
-    return ("slot " if len(numbers) == 1 else "slots ") + ", ".join(map(str, sorted(numbers)))

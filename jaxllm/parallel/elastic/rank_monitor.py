@@ -134,16 +134,21 @@ class _Heard:
 class RankMonitor:
     """Receives the positions of the processes of one generation after another.
 
+    Args:
+        policy: what counts as hung and slow.
+        clock: seconds.
+        host: name by which processes reach this machine.
+
     Attributes:
         address: ``HOST:PORT``.
     """
 
-    def __init__(self, policy: ElasticPolicy, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, policy: ElasticPolicy, clock: Callable[[], float] = time.monotonic, host: str = "127.0.0.1"):
         self._policy, self._clock = policy, clock
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.bind((host if host == "127.0.0.1" else "", 0))
         self._socket.setblocking(False)
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
         self.watch("", 0)
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxllm.parallel.supervisor import describe_exit
+
 POLL = 0.02
 """Seconds between two looks at the children."""
 
@@ -68,6 +70,27 @@ class WarmProcess:
         """Waits for the end."""
         self.ended.wait()
         return self.returncode
+
+    def give_up(self) -> None:
+        """Kills a process that has failed; its end need not be waited for."""
+        self.kill()
+
+    def runnable(self) -> bool:
+        """Whether a thread of the process runs or waits for a processor."""
+        return self.pid is not None and is_runnable(self.pid)
+
+    def describe_end(self) -> str:
+        """How the process ended, in words."""
+        return describe_exit(self.returncode or 0)
+
+
+def is_runnable(pid: int) -> bool:
+    """Whether a thread of a process runs or waits for a processor; a stopped process has none."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 class WarmStart:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class ElasticRun:
                 command, cwd=environment.ROOT, env=os.environ | changes, stdout=said, stderr=said
             )
 
-    def __enter__(self) -> ElasticRun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -231,7 +231,7 @@ def read_events(run: ElasticRun) -> list[str]:
 
 def named(run: ElasticRun) -> list[tuple[str, int]]:
     """Failures that the launcher has named, as (kind, slot)."""
-    found = [re.search(r"\(slot (\d+), pid \d+\) (\w+):", line) for line in read_events(run)]
+    found = [re.search(r"\(slot (\d+)[^,]*, pid \d+\) (\w+):", line) for line in read_events(run)]
     return [(match[2], int(match[1])) for match in found if match]
 
 
