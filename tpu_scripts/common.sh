@@ -49,6 +49,34 @@ need_command() {
   fi
 }
 
+# Whether the command goes on with the hosts left when one is lost.
+is_elastic() {
+  local word
+  for word in "${command[@]}"; do
+    if [[ "$word" == --elastic || "$word" == --elastic=* ]]; then return 0; fi
+  done
+  return 1
+}
+
+# Refuses held hosts that would never be used.
+check_spares() {
+  if [[ ! "${SPARES:-0}" =~ ^[0-9]+$ ]]; then
+    echo "error: SPARES=$SPARES is no number of hosts" >&2
+    exit 2
+  fi
+  if [[ "${SPARES:-0}" -gt 0 ]] && ! is_elastic; then
+    echo "error: SPARES=$SPARES needs --elastic in the command: without it all hosts restart, and none takes a place" >&2
+    exit 2
+  fi
+}
+
+# Command of each host of a cluster: under a supervisor, which gets the number of held hosts.
+supervised() {
+  local spares=()
+  if [[ "${SPARES:-0}" -gt 0 ]]; then spares=(--elastic.spares "$SPARES"); fi
+  printf '%s\0' launch supervise "${spares[@]}" -- "${command[@]}"
+}
+
 # Prints the comment at the head of a script.
 help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"

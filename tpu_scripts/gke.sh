@@ -9,11 +9,14 @@
 #   status     lists the workloads
 #   logs       follows the log of the first host
 #   profile    profiles the next three steps on every host (SIGUSR2)
+#   exclude    keeps workloads off the node NODE from now on
+#   include    lets them run there again
 #   stop       deletes the workload: its hosts get SIGTERM, save a checkpoint and exit
 #   teardown   deletes the cluster
 #
-# SLICES (1): number of slices.  SPOT=yes: preemptible capacity.  IMAGE: image with Python 3.11, jax[tpu] and jaxllm's
-# dependencies.  RESTARTS (50): how often Kubernetes restarts all hosts.
+# SLICES (1): number of slices.  SPARES (0): slices that the cluster holds in addition; when a node of a slice fails or is
+# excluded, the workload restarts on one of them.  SPOT=yes: preemptible capacity.  IMAGE: image with Python 3.11,
+# jax[tpu] and jaxllm's dependencies.  RESTARTS (50): how often Kubernetes restarts all hosts.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -31,7 +34,7 @@ case "$verb" in
     tier=(--on-demand)
     if [[ "${SPOT:-no}" == yes ]]; then tier=(--spot); fi
     run xpk cluster create "${where[@]}" --tpu-type "${TYPE:?the kind of slice, such as v6e-16}" \
-      --num-slices "${SLICES:-1}" "${tier[@]}"
+      --num-slices "$((${SLICES:-1} + ${SPARES:-0}))" "${tier[@]}"
     ;;
   setup)
     run gcloud container clusters get-credentials "$CLUSTER" --project "$PROJECT" --location "${ZONE%-*}"
@@ -55,6 +58,12 @@ case "$verb" in
     need_name
     pods="kubectl get pods --selector jobset.sigs.k8s.io/jobset-name=$NAME --output name"
     run bash -c "$pods | xargs -I{} kubectl exec {} -- pkill -USR2 -f jaxllm.cli"
+    ;;
+  exclude)
+    run kubectl cordon "${NODE:?the node}"
+    ;;
+  include)
+    run kubectl uncordon "${NODE:?the node}"
     ;;
   stop)
     need_name

@@ -12,6 +12,8 @@
 #
 # GPUS (8): GPUs per host.  VOLUME: persistent volume claim that all hosts can write, mounted at /runs (use --out /runs).
 # RESTARTS (50): how often all hosts are restarted.  GRACE (120): seconds that they have to save.
+# EXCLUDE: nodes that no host runs on, such as node3,node7.  SPARES (0): hosts that are held in addition, and take the
+# place of lost ones; needs `train RECIPE --elastic`, with which a lost host is replaced alone, up to RESTARTS times.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -26,7 +28,28 @@ listed() {
   python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"
 }
 
+# Affinity of pods that keeps them off the excluded nodes.
+excluded() {
+  if [[ -z "${EXCLUDE:-}" ]]; then return; fi
+  local nodes
+  IFS=, read -r -a nodes <<<"$EXCLUDE"
+  cat <<END
+            affinity:
+              nodeAffinity:
+                requiredDuringSchedulingIgnoredDuringExecution:
+                  nodeSelectorTerms:
+                  - matchExpressions:
+                    - {key: kubernetes.io/hostname, operator: NotIn, values: $(listed "${nodes[@]}")}
+END
+}
+
 jobset() {
+  local words=("${command[@]}") pods=$((HOSTS + ${SPARES:-0})) replaced=0 affinity
+  affinity=$(excluded)${EXCLUDE:+$'\n'}
+  if is_elastic; then
+    mapfile -d '' -t words < <(supervised)
+    replaced=${RESTARTS:-50}
+  fi
   cat <<END
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
@@ -40,20 +63,20 @@ spec:
     replicas: 1
     template:
       spec:
-        parallelism: $HOSTS
-        completions: $HOSTS
+        parallelism: $pods
+        completions: $pods
         completionMode: Indexed
-        backoffLimit: 0
+        backoffLimit: $replaced
         template:
           spec:
             restartPolicy: Never
             terminationGracePeriodSeconds: ${GRACE:-120}
-            containers:
+$affinity            containers:
             - name: jaxllm
               image: $IMAGE
-              command: $(listed python -m jaxllm.cli "${command[@]}")
+              command: $(listed python -m jaxllm.cli "${words[@]}")
               env:
-              - {name: NNODES, value: "$HOSTS"}
+              - {name: NNODES, value: "$pods"}
               - name: JOBSET_NAME
                 valueFrom: {fieldRef: {fieldPath: "metadata.labels['jobset.sigs.k8s.io/jobset-name']"}}
               - name: REPLICATED_JOB_NAME
@@ -78,6 +101,7 @@ case "$verb" in
     need_name
     need_command
     : "${IMAGE:?the image with jax[cuda13] and jaxllm}" "${HOSTS:?the number of hosts}" "${VOLUME:?the volume claim}"
+    check_spares
     run_with "$(jobset)" kubectl apply -f -
     ;;
   status)

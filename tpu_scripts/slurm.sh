@@ -11,7 +11,9 @@
 #   stop       saves a checkpoint and ends the job (SIGTERM)
 #
 # GPUS (8): GPUs per node.  TIME (24:00:00): time limit, after which the job saves, ends and is requeued.
-# PARTITION, ACCOUNT: passed to Slurm if set.
+# PARTITION, ACCOUNT: passed to Slurm if set.  EXCLUDE: nodes that the job does not get, such as node3,node7.
+# SPARES (0): nodes that are held in addition, and take the place of lost ones; needs `train RECIPE --elastic`, with which
+# the job goes on when nodes are lost.
 
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -21,11 +23,22 @@ need_name() {
   : "${NAME:?the name of the job}"
 }
 
+# Options of sbatch for settings that are set.
+wishes() {
+  if [[ -n "${PARTITION:-}" ]]; then echo "#SBATCH --partition=$PARTITION"; fi
+  if [[ -n "${ACCOUNT:-}" ]]; then echo "#SBATCH --account=$ACCOUNT"; fi
+  if [[ -n "${EXCLUDE:-}" ]]; then echo "#SBATCH --exclude=$EXCLUDE"; fi
+  if is_elastic; then echo '#SBATCH --no-kill'; fi
+}
+
 job() {
+  local words options=--kill-on-bad-exit=0
+  mapfile -d '' -t words < <(supervised)
+  if is_elastic; then options="--no-kill $options"; fi
   cat <<END
 #!/usr/bin/env bash
 #SBATCH --job-name=$NAME
-#SBATCH --nodes=$NODES
+#SBATCH --nodes=$((NODES + ${SPARES:-0}))
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=${GPUS:-8}
 #SBATCH --exclusive
@@ -34,9 +47,8 @@ job() {
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=$NAME.log
-${PARTITION:+#SBATCH --partition=$PARTITION}
-${ACCOUNT:+#SBATCH --account=$ACCOUNT}
-srun --kill-on-bad-exit=0 $(quoted .venv/bin/jaxllm launch supervise -- "${command[@]}")
+$(wishes)
+srun $options $(quoted .venv/bin/jaxllm "${words[@]}")
 status=\$?
 # 143: stopped by a signal after saving. The job is requeued when its time ends; scancel removes it from the queue.
 if [[ \$status -eq 143 ]]; then scontrol requeue "\$SLURM_JOB_ID"; fi
@@ -53,6 +65,7 @@ case "$verb" in
     need_name
     need_command
     : "${NODES:?the number of nodes}"
+    check_spares
     run_with "$(job)" sbatch
     ;;
   status)

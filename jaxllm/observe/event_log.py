@@ -11,7 +11,8 @@ no time is counted twice or left out. The events, in the order of a start:
                  continued, from step ``to`` without ``batches``
     saved        a checkpoint of ``step``, or the part of saving that blocks the steps
     evaluated    on held-out text
-    lost, hung, slow   a process of an elastic run failed, at its own time: ``rank``, ``slot``, ``what``, ``step``
+    lost, hung, slow   a process of an elastic run failed, at its own time: ``rank``, ``slot``, ``place`` (slot and
+                 host), ``what``, ``step``
     returned     the slot of such a process is in again
     recovered    ``step`` is done, ``seconds`` after the first of the failures before this start
     finished, stopped, failed   the last event of a start; a killed start has none

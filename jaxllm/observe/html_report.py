@@ -281,8 +281,9 @@ def failure_line(event: dict[str, Any]) -> str:
         return f"step {event['step']} done {event['seconds']:.1f} s after the failure"
     if event["event"] == "returned":
         return f"slot {event['slot']} returned"
+    place = event.get("place") or f"slot {event['slot']}"  # older logs have the slot alone
     return (
-        f"process {event['rank']} (slot {event['slot']}) {event['event']} after step {event['step']}: {event['what']}; "
+        f"process {event['rank']} ({place}) {event['event']} after step {event['step']}: {event['what']}; "
         f"named after {event['named_after']:.1f} s"
     )
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import environment
 
@@ -21,7 +22,7 @@ WORDS = ["train", "llama3_8b", "--name", "it's a $HOME `run`", "--mesh", "fsdp=8
 PLACE = {"NAME": "my-run", "PROJECT": "my project", "ZONE": "us-east5-b", "TYPE": "v6e-16"}
 SETTINGS = {
     "tpu_vm.sh": {**PLACE, "RUN_DIR": "runs/a run"},
-    "gke.sh": {**PLACE, "CLUSTER": "my-cluster", "IMAGE": "registry/jaxllm:1"},
+    "gke.sh": {**PLACE, "CLUSTER": "my-cluster", "IMAGE": "registry/jaxllm:1", "NODE": "node3"},
     "jobset.sh": {
         "NAME": "my-run",
         "IMAGE": "registry/jaxllm:1",
@@ -141,16 +142,16 @@ def test_a_jobset_is_what_the_processes_read():
     """Its variables are those of ``jaxllm.parallel.cluster_environment``."""
     from jaxllm.parallel.cluster_environment import detect
 
-    yaml = dry("jobset.sh", "run", {"GPUS": "4"})
-    names = set(re.findall(r"name: ([A-Z_]+)", yaml))
+    printed = dry("jobset.sh", "run", {"GPUS": "4"})
+    names = set(re.findall(r"name: ([A-Z_]+)", printed))
     assert names == {"NNODES", "JOBSET_NAME", "REPLICATED_JOB_NAME"}, "the pod's index Kubernetes sets itself"
-    (job,) = re.findall(r"replicatedJobs:\n  - name: (\w+)", yaml)
+    (job,) = re.findall(r"replicatedJobs:\n  - name: (\w+)", printed)
     env = {"NNODES": "4", "JOBSET_NAME": "my-run", "REPLICATED_JOB_NAME": job, "JOB_COMPLETION_INDEX": "3"}
     found = detect(env)
     assert (found.processes, found.rank) == (4, 3)
-    assert re.search(r'nvidia.com/gpu: "4"', yaml)
-    assert yaml.count("my-run") >= 1
-    assert "completions: 4" in yaml
+    assert re.search(r'nvidia.com/gpu: "4"', printed)
+    assert printed.count("my-run") >= 1
+    assert "completions: 4" in printed
 
 
 def test_a_job_of_slurm_saves_before_its_time_is_over():
@@ -165,6 +166,67 @@ def test_a_job_of_slurm_saves_before_its_time_is_over():
     ):
         assert f"#SBATCH {line}\n" in job
     assert "account" not in job
+
+
+ELASTIC = [*WORDS, "--elastic"]
+
+
+def elastic(name: str, more: dict[str, str]) -> str:
+    """Output of a dry run of an elastic run."""
+    done = script(name, "run", "--dry-run", "--", *ELASTIC, more=more)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_held_and_excluded_nodes_of_slurm():
+    job = elastic("slurm.sh", {"SPARES": "2", "EXCLUDE": "node3,node7"})
+    for line in ("--nodes=6", "--exclude=node3,node7", "--no-kill"):
+        assert f"#SBATCH {line}\n" in job
+    (line,) = (line for line in job.splitlines() if line.startswith("srun"))
+    words = ["srun", "--no-kill", "--kill-on-bad-exit=0", ".venv/bin/jaxllm", "launch", "supervise"]
+    assert shlex.split(line) == [*words, "--elastic.spares", "2", "--", *ELASTIC]
+    plain = dry("slurm.sh", "run")
+    assert not re.search("exclude|no-kill|elastic", plain)
+
+
+def test_held_and_excluded_nodes_of_kubernetes():
+    """A lost host of an elastic run is replaced alone; of others all restart."""
+
+    def of(printed: str) -> dict:
+        return yaml.safe_load(re.findall(r"<<'END'\n(.*)\nEND\n", printed, re.S)[0])["spec"]["replicatedJobs"][0]
+
+    job = of(elastic("jobset.sh", {"SPARES": "1", "EXCLUDE": "node3,node7", "RESTARTS": "9"}))["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (5, 5, 9)
+    assert container["env"][0] == {"name": "NNODES", "value": "5"}
+    launched = ["launch", "supervise", "--elastic.spares", "1", "--", *ELASTIC]
+    assert container["command"] == ["python", "-m", "jaxllm.cli", *launched]
+    needed = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node3", "node7"]}
+    assert needed == [{"matchExpressions": [expression]}]
+    plain = of(dry("jobset.sh", "run"))["template"]["spec"]
+    assert (plain["parallelism"], plain["backoffLimit"]) == (4, 0)
+    assert "affinity" not in plain["template"]["spec"]
+
+
+def test_held_slices_and_excluded_nodes_of_gke():
+    (words,) = commands(dry("gke.sh", "create", {"SLICES": "2", "SPARES": "1"}))
+    assert words[words.index("--num-slices") + 1] == "3"
+    (run,) = commands(dry("gke.sh", "run", {"SLICES": "2", "SPARES": "1"}))
+    assert run[run.index("--num-slices") + 1] == "2"
+    assert commands(dry("gke.sh", "exclude")) == [["kubectl", "cordon", "node3"]]
+    assert commands(dry("gke.sh", "include")) == [["kubectl", "uncordon", "node3"]]
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "jobset.sh"])
+def test_hosts_that_nobody_would_use_are_refused(name):
+    done = script(name, "run", "--dry-run", "--", *WORDS, more={"SPARES": "1"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SPARES=1 needs --elastic in the command" in done.stderr
+    wrong = script(name, "run", "--dry-run", "--", *ELASTIC, more={"SPARES": "one"})
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "SPARES=one is no number of hosts" in wrong.stderr
 
 
 REQUIRED = ("NAME", "CLUSTER", "NODES", "HOSTS", "IMAGE", "PROCESSES")

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxllm.parallel.elastic.host_link import HostLink
 from jaxllm.parallel.elastic.warm_start import WarmProcess, WarmStart
@@ -23,6 +23,7 @@ HELLO = 5.0
 """Seconds that a new connection gets to say which host it is."""
 
 
+@runtime_checkable
 class ProcessStarts(Protocol):
     """Places where processes are started, one for each slot."""
 
@@ -125,7 +126,7 @@ class RemoteProcess(WarmProcess):
         return False
 
     def describe_end(self) -> str:
-        """As of other processes, or that its host is gone."""
+        """End in words: as of other processes, or that its host is gone."""
         return "has lost its host, which does not answer," if self._vanished else super().describe_end()
 
     def end(self, status: int) -> None:

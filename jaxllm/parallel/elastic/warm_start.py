@@ -80,7 +80,7 @@ class WarmProcess:
         return self.pid is not None and is_runnable(self.pid)
 
     def describe_end(self) -> str:
-        """How the process ended, in words."""
+        """End in words, such as ``was killed by SIGKILL``."""
         return describe_exit(self.returncode or 0)
 
 
