@@ -121,8 +121,9 @@ class Heartbeat:
         if rank == 0:
             time.sleep(2 * self._poll)  # the store dies with this process: let the others read it first
         self._goodbye()
-        code = getattr(error, "code", 130 if isinstance(error, KeyboardInterrupt) else 2)
-        os._exit(code if isinstance(code, int) else 2)
+        unexpected = 130 if isinstance(error, KeyboardInterrupt) else 2 if plain else 1
+        code = getattr(error, "code", unexpected)  # of SystemExit
+        os._exit(code if isinstance(code, int) else unexpected)
 
     def _run(self) -> None:
         last_seen: dict[int, tuple[str, float]] = {}

@@ -197,7 +197,18 @@ def warm_main(arguments: list[str]) -> int:
             if rank == "2":
                 os.kill(parent_of(os.getppid()), signal.SIGKILL)
             time.sleep(60)
-    if what in ("lose", "lose host"):
+    if what == "end":  # in the first generation with statuses of their own; "-" sleeps
+        generation = detect_generation(os.environ)
+        assert generation is not None
+        rank = os.environ["JAXLLM_PROCESS_ID"]
+        if generation.number == 1:
+            ends = rest[1].split(",")[int(rank)]
+            if ends.startswith("-"):
+                os.kill(os.getpid(), int(ends[1:]) if ends[1:] else 0)
+                time.sleep(60)
+            return int(ends)
+        rest = rest[:1]
+    if what in ("lose", "lose host", "end"):
         (Path(rest[0]) / rank).write_text(json.dumps([generation.slots, [one["slot"] for one in generation.events]]))
     return int(rest[1]) if len(rest) > 1 else 0
 
@@ -244,6 +255,38 @@ def test_the_others_go_on_without_lost_processes(tmp_path: Path, monkeypatch: py
     assert said[1] == "going on with 3 of 4 processes"
     assert "process 0 (slot 0, pid" in said[2]
     assert said[3] == "going on with 2 of 4 processes"
+
+
+@pytest.mark.parametrize(
+    ("ends", "slots", "told"),
+    [
+        ("-9,75,2,1", [1, 2, 3], "process 0 (slot 0, pid"),  # what others say after a kill may follow from that
+        ("75,75,75,-", [0, 1, 2], "has not ended when the others gave up"),
+        ("75,75,75,75", [0, 1, 2, 3], "all form again"),
+        ("75,-,-,-", [1, 2, 3], "ended with status 75 and others go on"),
+        ("75,1,75,75", [0, 2, 3], "process 1 (slot 1, pid"),
+        ("2,75,75,75", [], "process 0 ended with status 2; not restarted"),
+    ],
+)
+def test_only_who_failed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, slots: list[int], told: str
+):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr("jaxllm.parallel.elastic.elastic_supervisor.CAUSE", 0.5)
+    said: list[str] = []
+
+    def make(slots, coordinator, variables):
+        own = [{**variables, "JAX_PLATFORMS": "cpu", "JAXLLM_PROCESS_ID": str(rank)} for rank in range(len(slots))]
+        return [ProcessSpec(("end", str(tmp_path), ends), one, tmp_path / "log") for one in own]
+
+    starts = LocalStarts(4, "tests.launch.test_elastic:warm_main")
+    patience = RestartPolicy(pause=0, grace=0)
+    assert ElasticSupervisor(make, 4, starts, patience=patience, say=said.append).run() == (0 if slots else 2)
+    last = [json.loads(file.read_text())[0] for file in tmp_path.glob("[0-9]")]
+    assert last == [slots] * len(slots)
+    named = [line for line in said if line.startswith("process")]
+    assert len(named) == (1 if len(slots) < 4 else 0)
+    assert told in "\n".join(said)
 
 
 def parent_of(pid: int) -> int:

@@ -124,6 +124,27 @@ def test_memory_survives_a_crash_and_the_disk_its_loss(tmp_path: Path) -> None:
     assert not PeerClient(0, address).alive()  # it ended with the run
 
 
+def test_a_lost_memory_costs_snapshots_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The snapshot under way and the next one fail; a server is started again, and the one after is there."""
+    config = CheckpointConfig(every=50, memory=MemoryConfig(every=1, linger=60))
+    address = tmp_path / "holders" / "0.json"
+    with Saver(tmp_path, config, ProcessGroup()) as saver:
+        assert saver.memory is not None
+        for step in range(1, 5):
+            saver.save("memory", step, {"w": jnp.full(3, step)}, {})
+            if step == 1:
+                saver.memory.wait()
+                lost = json.loads(address.read_text())["pid"]
+                os.kill(lost, signal.SIGKILL)
+        assert "a snapshot in memory failed" in caplog.text
+        assert json.loads(address.read_text())["pid"] != lost
+        saver.memory.wait()
+        assert saver.latest() == 4
+        os.kill(json.loads(address.read_text())["pid"], signal.SIGKILL)
+        saver.save("memory", 5, {"w": jnp.full(3, 5)}, {})
+    assert "the last snapshot in memory failed" in caplog.text  # and no error hides what ended the block
+
+
 def test_the_interval_is_found_out(tmp_path: Path) -> None:
     config = CheckpointConfig(every=50, memory=MemoryConfig(linger=60))
     with Saver(tmp_path, config, ProcessGroup()) as saver:

@@ -68,7 +68,8 @@ class MemoryCheckpointer(MultihostCheckpointer):
         of = generation or SnapshotGeneration("", tuple(range(group.size)), config.parity)
         self._storage = of.storage(folder, group.rank)
         self._stripes = StripeLayout(group.size, config.parity)
-        self._storage.own.ensure(config.linger)
+        self._linger = config.linger
+        self.ensure_server()
         group.gather("start", "")
         group.broadcast("start")
         self._earlier = EarlierGenerations(folder, of, group) if of.name else None
@@ -103,6 +104,10 @@ class MemoryCheckpointer(MultihostCheckpointer):
             self._storage.close()
             if self._earlier is not None:
                 self._earlier.close()
+
+    def ensure_server(self) -> None:
+        """Starts this host's server if it does not run; snapshots after that have a place again."""
+        self._storage.own.ensure(self._linger)
 
     def stop_server(self) -> None:
         """Ends this host's server: the run is complete, or its snapshots are obsolete."""

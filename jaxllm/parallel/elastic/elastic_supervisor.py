@@ -38,6 +38,8 @@ STARVED = 4.0
 """Multiple of ``hung_after`` that a silent process gets while its threads are ready to run."""
 CONSEQUENCES = (EXIT, -signal.SIGABRT)
 """Ends of processes that follow the loss of another: by the heartbeat, and by JAX itself."""
+INNOCENT = (0, REFORMED, *CONSEQUENCES)
+"""Ends of processes that have not failed by themselves."""
 
 
 class ElasticSupervisor:
@@ -152,14 +154,16 @@ class ElasticSupervisor:
         """Looks at processes that ended with an error; exit status of the run, or None to go on without them."""
         began = time.monotonic()
 
-        def causes() -> list[int]:
-            codes = [process.poll() for process in self._running]
-            return [code for code in codes if code not in (None, 0, REFORMED, *CONSEQUENCES)]
+        def causes() -> dict[int, int]:
+            codes = enumerate(process.poll() for process in self._running)
+            return {rank: code for rank, code in codes if code is not None and code not in INNOCENT}
 
         self._wait_until(lambda: bool(causes()), CAUSE)
         self._wait_until(lambda: all(process.poll() is not None for process in self._running), SETTLE)
-        codes = [process.poll() for process in self._running]
-        if self._stopping or any(code in WANTED for code in codes):
+        first = causes()
+        # If a process was killed, or its host is gone, the user errors of others may have followed from that.
+        killed = {rank: code for rank, code in first.items() if code < 0}
+        if self._stopping or (not killed and any(code in WANTED for code in first.values())):
             everybody = self._running
             self._wait_until(lambda: all(one.poll() is not None for one in everybody), self._patience.grace)
             codes = [process.poll() for process in self._running]
@@ -167,16 +171,21 @@ class ElasticSupervisor:
             if not self._stopping:
                 self._say(f"process {codes.index(code)} {describe_exit(code or 0)}; not restarted")
             return code or 0
-        bad = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, REFORMED)}
-        first = {rank: code for rank, code in bad.items() if code not in CONSEQUENCES} or bad
+        failed = {rank: f"{self._running[rank].describe_end()} after" for rank in killed or first}
+        if not failed:
+            codes = [process.poll() for process in self._running]
+            ended = [rank for rank, code in enumerate(codes) if code in CONSEQUENCES]
+            left = [rank for rank, code in enumerate(codes) if code is None]
+            if left and len(left) < len(ended):
+                failed = dict.fromkeys(left, "has not ended when the others gave up, after")
+            elif left:
+                failed = {rank: f"{self._running[rank].describe_end()} and others go on, after" for rank in ended}
         steps = monitor.steps
-        found = [
-            RankFailure(
-                rank, "lost", began, f"{self._running[rank].describe_end()} after step {steps[rank]}", steps[rank]
-            )
-            for rank in first
-        ]
-        self._lose(generation, found)
+        if not failed:
+            self._say("all processes have ended because one, or the memory of its host, did not answer; all form again")
+        else:
+            found = [RankFailure(r, "lost", began, f"{what} step {steps[r]}", steps[r]) for r, what in failed.items()]
+            self._lose(generation, found)
         return None
 
     def _lose(self, generation: RunGeneration, failures: Sequence[RankFailure]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,7 +67,10 @@ class Saver:
             self.disk.close()
         finally:
             if self.memory is not None:
-                self.memory.close()
+                try:
+                    self.memory.close()
+                except CheckpointError as error:  # raised, it would hide why the run ends
+                    _log.error("the last snapshot in memory failed: %s", error)
 
     # Resume
 
@@ -123,10 +127,8 @@ class Saver:
             self.disk.save(step, state, meta)
             return
         assert self.memory is not None
-        try:
+        with self._forgiving(self.memory):
             self.memory.save(step, state, meta)
-        except CheckpointError as error:
-            _log.error("the snapshot in memory of step %d failed: %s", step, error)
         if self._config.memory is not None and self._config.memory.every is None:
             self._next = step + int(self._group.broadcast("saver/interval", str(self._steps_to_next_snapshot(step))))
 
@@ -135,6 +137,16 @@ class Saver:
         for one in (self.disk, self.memory):
             if one is not None:
                 one.wait_copied()
+
+    @contextlib.contextmanager
+    def _forgiving(self, memory: MemoryCheckpointer) -> Iterator[None]:
+        """Context manager that logs a failed snapshot, and starts this host's server again if that was lost."""
+        try:
+            yield
+        except CheckpointError as error:
+            _log.error("a snapshot in memory failed: %s", error)
+            with contextlib.suppress(CheckpointError):  # then the next snapshot fails too, and tries again
+                memory.ensure_server()
 
     def wait(self) -> None:
         """Blocks until all checkpoints are on disk."""

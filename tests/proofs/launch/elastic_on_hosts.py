@@ -23,9 +23,11 @@ from tests.proofs.parallelism.processes import PROCESSES, TOGETHER
 from tests.train.runs import write_text
 
 STEPS = 110
+SAVED = 12
+"""Steps between two checkpoints of the recipe on disk."""
 AWAY = 3.0
 """Seconds that a failed slot stays out."""
-KINDS = ("process", "host", "hung host", "spare", "excluded", "first host")
+KINDS = ("process", "host", "hung host", "spare", "excluded", "first host", "memory")
 
 
 class HostsRun(ElasticRun):
@@ -121,6 +123,11 @@ def harm_hosts(run: HostsRun, rng: random.Random, kind: str) -> list[tuple[str, 
         run.lose(slot)
         run.until(lambda: run.generation > began, "the next generation")
         run.start(slot)
+    elif kind == "memory":  # nobody fails by that, and soon after it memory is what the run goes on from
+        run.kill_server(slot)
+        run.until_step((run.step + 8) // SAVED * SAVED + SAVED + SAVED // 2)
+        os.kill(run.pids()[slot], signal.SIGKILL)
+        run.until(lambda: run.generation > began, "the next generation")
     elif kind == "hung host":
         run.signal_host(slot, signal.SIGSTOP)
         run.until(lambda: run.generation > began, "the next generation")
@@ -137,7 +144,7 @@ def harm_hosts(run: HostsRun, rng: random.Random, kind: str) -> list[tuple[str, 
 
 @proof(
     "launch",
-    cases=range(18),
+    cases=range(21),
     quick=range(1),
     sample=1,
     float64=True,
@@ -145,9 +152,9 @@ def harm_hosts(run: HostsRun, rng: random.Random, kind: str) -> list[tuple[str, 
     bound={"curve": 1e-8, "parameters": 1e-8, "seconds": 120.0},
 )
 def elastic_hosts(seed: int) -> dict[str, float]:
-    """A process, a whole host with its memory, or the host of the supervisor is lost, or a host hangs; held hosts take
-    the place of lost ones, excluded ones have no process, and others return. Each is named and nobody else is; every
-    step is logged once, with the loss of one process that nothing happened to."""
+    """A process, a whole host with its memory, the memory alone, or the supervisor's host is lost, or a host hangs;
+    held hosts take the place of lost ones, excluded ones have no process, and others return. Each is named and nobody
+    else is; every step is logged once, with the loss of one process that nothing happened to."""
     rng = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     held = ("--elastic.spares", "1")
@@ -168,6 +175,9 @@ def elastic_hosts(seed: int) -> dict[str, float]:
             assert all(2 not in run.pids(number) for number in range(1, run.generation + 1))
         recovered = run.events("recovered")
         assert bool(recovered) == bool(want)
+        if kind == "memory":
+            (restored,) = run.events("restored")[:1]
+            assert restored["step"] % SAVED >= SAVED // 2 - 3, "from memory, and not from the checkpoint on disk"
         assert {one["slot"] for one in run.events("returned")} == ({want[0][1]} if want and kind != "spare" else set())
         return {
             **differences(run, STEPS),
