@@ -29,7 +29,6 @@ from jaxllm.parallel.distributed import group
 from jaxllm.parallel.elastic.rank_monitor import RankReporter
 from jaxllm.parallel.elastic.run_generation import RunGeneration
 from jaxllm.parallel.mesh_search import check_parameters, resolve
-from jaxllm.parallel.pipeline.stage_messages import SlowLinks
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
@@ -41,7 +40,7 @@ from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.adaptive_step import AdaptiveStep, Choice, Layers
 from jaxllm.train.outer.compressed_gradients import NAME as GRADIENTS
 from jaxllm.train.outer.lgreco import LayerwiseRanks
-from jaxllm.train.outer.replicas import REPLICA, replica_means
+from jaxllm.train.outer.replicas import REPLICA, replica_means, slow_links
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
 from jaxllm.train.recovery.elastic_run import (
@@ -461,28 +460,12 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
             *pipeline_plan(config, stages),
             routing=config.routing,
             offload=config.parallel.offload,
-            links=slow_links(config, mesh),
+            links=slow_links(config.outer, mesh.shape.get(REPLICA, 1), config.model.embed_dim),
             **shared,
         )
     slots = context_slots(config, mesh, model.rules)
     sizes = () if slots is None else slots.sizes
     return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, ring_sizes=sizes, **shared)
-
-
-def slow_links(config: RunConfig, mesh: Mesh | AbstractMesh) -> SlowLinks | None:
-    """Replicas of a run whose messages between stages are projected; None: none.
-
-    Raises:
-        ConfigError: the mesh has no such replica, or messages are not so wide.
-    """
-    outer, replicas, width = config.outer, mesh.shape.get(REPLICA, 1), config.model.embed_dim
-    if not outer.slow:
-        return None
-    if max(outer.slow) >= replicas:
-        raise ConfigError(f"outer: slow = {outer.slow}; the mesh has the replicas 0 to {replicas - 1}.")
-    if outer.stage_rank > width:
-        raise ConfigError(f"outer: stage_rank = {outer.stage_rank}; give at most the model's width, {width}.")
-    return SlowLinks(replicas, outer.slow, outer.stage_rank)
 
 
 def check_precision(config: RunConfig) -> None:

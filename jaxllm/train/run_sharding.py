@@ -20,7 +20,7 @@ from jaxllm.train.config import RunConfig
 from jaxllm.train.outer.compressed_gradients import AXIS, compressed_bytes
 from jaxllm.train.outer.compression import PlainMean
 from jaxllm.train.outer.outer_step import sent_bytes
-from jaxllm.train.outer.replicas import REPLICA
+from jaxllm.train.outer.replicas import REPLICA, slow_links
 from jaxllm.train.run import fitting_mesh, two_level_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.run_slots import context_slots
@@ -133,7 +133,8 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
     def sent(each: float) -> str:
         return f"{table.sends} x {size(each)} = {size(table.sends * each)}"
 
-    slow, narrow = ", ".join(map(str, config.outer.slow)), message * config.outer.stage_rank / config.model.embed_dim
+    links = slow_links(config.outer, mesh.shape.get(REPLICA, 1), config.model.embed_dim)
+    narrow = message * links.rank / config.model.embed_dim if links else 0.0
     return "\n".join(
         [
             facts(schedule),
@@ -141,7 +142,7 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
             f"saved layer inputs on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
             *(_offloaded(away, table.hosted + 1, message, more) if away else []),
             f"point-to-point messages sent by a device in a step: {sent(message)}",
-            *([f"in the slow replicas {slow}: {sent(narrow)}"] if slow else []),
+            *([f"in the slow replicas {', '.join(map(str, links.slow))}: {sent(narrow)}"] if links else []),
             f"embedding and head, gathered on every stage during a step: {size(matrices * vocabulary * width)}, and "
             f"{size(matrices * vocabulary * sums)} of gradients",
             "Collectives of other mesh axes in a pipeline: no formula yet.",

@@ -102,3 +102,6 @@ def test_the_sharding_table_says_what_slow_replicas_send(float64):
         for what in ("messages sent by a device in a step", "in the slow replicas 1")
     )
     assert slow == whole / 4 > 0
+    beyond = run_of("replica=2,stage=2", dataclasses.replace(outer, slow=(2,)), model=MODEL)
+    with pytest.raises(ConfigError, match="the mesh has the replicas 0 to 1"):
+        sharding_table(beyond, 4)

@@ -28,6 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxllm.config import ConfigError
+from jaxllm.parallel.pipeline.stage_messages import SlowLinks
+from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.step.step_chain import Step
 from jaxllm.train.step.train_state import TrainState
 from sharding import ShardingError
@@ -185,3 +188,23 @@ def _map_rows(fn: Callable[[Any], Any], state: TrainState) -> TrainState:
     """Maps what each replica has of its own; step and RNG key are shared."""
     own = jax.tree.map(fn, (state.params, state.opt_state, state.extras))
     return replace(state, params=own[0], opt_state=own[1], extras=own[2])
+
+
+def slow_links(outer: OuterConfig, replicas: int, width: int) -> SlowLinks | None:
+    """Replicas of a run whose messages between stages are projected; None: none.
+
+    Args:
+        outer: says which.
+        replicas: R.
+        width: of the model.
+
+    Raises:
+        ConfigError: there is no such replica, or messages are not so wide.
+    """
+    if not outer.slow:
+        return None
+    if max(outer.slow) >= replicas:
+        raise ConfigError(f"outer: slow = {outer.slow}; the mesh has the replicas 0 to {replicas - 1}.")
+    if outer.stage_rank > width:
+        raise ConfigError(f"outer: stage_rank = {outer.stage_rank}; give at most the model's width, {width}.")
+    return SlowLinks(replicas, outer.slow, outer.stage_rank)
