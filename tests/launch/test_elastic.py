@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,6 +181,8 @@ def warm_main(arguments: list[str]) -> int:
     if what == "write":
         Path(rest[0]).write_text(os.environ["JAXLLM_SLOTS"])
     if what == "wait":
+        if rest:
+            (Path(rest[0]) / os.environ["JAXLLM_PROCESS_ID"]).touch()
         time.sleep(60)
     if what == "lose":  # a process dies in each of the first two generations, before a step; in the third all end
         generation = detect_generation(os.environ)
@@ -279,7 +282,7 @@ def test_only_who_failed_is_named(
         own = [{**variables, "JAX_PLATFORMS": "cpu", "JAXLLM_PROCESS_ID": str(rank)} for rank in range(len(slots))]
         return [ProcessSpec(("end", str(tmp_path), ends), one, tmp_path / "log") for one in own]
 
-    starts = LocalStarts(4, "tests.launch.test_elastic:warm_main")
+    starts = LocalStarts(4, ENTRY)
     patience = RestartPolicy(pause=0, grace=0)
     assert ElasticSupervisor(make, 4, starts, patience=patience, say=said.append).run() == (0 if slots else 2)
     last = [json.loads(file.read_text())[0] for file in tmp_path.glob("[0-9]")]
@@ -294,6 +297,45 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+ENTRY = "tests.launch.test_elastic:warm_main"
+
+
+def start_agent(slot: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Starts the agent of a host, whose processes are ``warm_main``."""
+    code = (
+        "import sys; from jaxllm.parallel.elastic.host_agent import HostAgent; "
+        f"sys.exit(HostAgent(('localhost', {port}), {slot}, '{ENTRY}', (), 60.0, print).run())"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=folder)
+
+
+def test_signals_reach_the_processes_of_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    port, log = free_port(), tmp_path / "log"
+    agent = start_agent(1, port, tmp_path)
+
+    def make(slots, coordinator, variables):
+        own = [process_variables(rank, len(slots), coordinator) for rank in range(len(slots))]
+        return [ProcessSpec(("wait", str(tmp_path)), {**variables, **one}, log) for one in own]
+
+    def stop() -> None:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("[0-9]"))) < 2 and time.monotonic() < until:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    starts = HostStarts(2, ("localhost", port), ENTRY)
+    thread = threading.Thread(target=stop)
+    thread.start()
+    supervisor = ElasticSupervisor(
+        make, 2, starts, "localhost", RestartPolicy(pause=0, grace=20), say=lambda text: None
+    )
+    assert supervisor.run() == 128 + signal.SIGTERM
+    thread.join()
+    assert agent.wait(30) == 128 + signal.SIGTERM
+    assert len(list(tmp_path.glob("[0-9]"))) == 2
+
+
 @pytest.mark.parametrize(
     ("what", "slots", "lost"),
     [("lose", [2], ["slot 1", "slot 0"]), ("lose host", [0, 1], ["slot 2"])],
@@ -304,21 +346,15 @@ def test_the_others_go_on_without_lost_hosts(
     """The agents of two hosts start what the supervisor of the third asks for; processes are lost, or a whole host."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     said: list[str] = []
-    entry, address, coordinators = "tests.launch.test_elastic:warm_main", ("localhost", free_port()), []
-    agent = (
-        "import sys; from jaxllm.parallel.elastic.host_agent import HostAgent; slot, port = map(int, sys.argv[1:]); "
-        f"sys.exit(HostAgent(('localhost', port), slot, '{entry}', (), 60.0, print).run())"
-    )
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", agent]
-    agents = [subprocess.Popen([*command, slot, str(address[1])], env=env, cwd=tmp_path) for slot in ("1", "2")]
+    port, coordinators = free_port(), []
+    agents = [start_agent(slot, port, tmp_path) for slot in (1, 2)]
 
     def make(slots, coordinator, variables):
         coordinators.append(coordinator)
         own = [{**variables, **process_variables(rank, len(slots), coordinator)} for rank in range(len(slots))]
         return [ProcessSpec((what, str(tmp_path)), one, tmp_path / "log") for one in own]
 
-    starts = HostStarts(3, address, entry)
+    starts = HostStarts(3, ("localhost", port), ENTRY)
     supervisor = ElasticSupervisor(make, 3, starts, "localhost", RestartPolicy(pause=0), ElasticPolicy(), said.append)
     assert supervisor.run() == 0
     told = {file.name: json.loads(file.read_text()) for file in tmp_path.glob("[0-9]")}
@@ -347,7 +383,7 @@ def test_an_end_that_says_nothing_is_gone():
 
 
 def test_hosts_are_found_by_name_and_number():
-    starts = HostStarts(3, ("localhost", free_port()), "tests.launch.test_elastic:warm_main")
+    starts = HostStarts(3, ("localhost", free_port()), ENTRY)
     try:
         assert starts.slot_of(socket.gethostname() + ".domain") == 0
         assert [starts.slot_of(name) for name in ("2", "3", "elsewhere")] == [2, None, None]

@@ -133,7 +133,13 @@ def run_elastic_host(words: Sequence[str], patience: RestartPolicy, policy: Elas
         own = [process_variables(rank, len(slots), coordinator) for rank in range(len(slots))]
         return [ProcessSpec(tuple(words), {**variables, **one}) for one in own]
 
-    starts = HostStarts(cluster.processes, address, ENTRY, WARM_MODULES)
+    try:
+        starts = HostStarts(cluster.processes, address, ENTRY, WARM_MODULES)
+    except OSError as error:
+        raise UsageError(
+            f"--elastic: the first host cannot listen for the others at port {port} ({error}); name a free port of it, "
+            "as the scheduler's variables do (docs/train/distributed.md)."
+        ) from error
     return ElasticSupervisor(make, cluster.processes, starts, host, patience, policy, say).run()
 
 

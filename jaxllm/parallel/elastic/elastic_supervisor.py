@@ -73,16 +73,18 @@ class ElasticSupervisor:
         self._running: list[WarmProcess] = []
         self._events: list[dict[str, Any]] = []
         self._stopping = 0
+        self._signals: list[int] = []  # to be passed on to the processes
         self._failed_at = 0.0
         self._out: set[int] = set()  # slots that failed and are in no generation since
 
     def run(self) -> int:
         """Exit status of the run: 0, or that of the process that failed first."""
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-        old = {number: signal.signal(number, self._pass_on) for number in passed}
+        old = {number: signal.signal(number, self._note_signal) for number in passed}
         monitor, code = RankMonitor(self._policy, host=self._host), 1
         try:
             code = self._generations(monitor)
+            code = code if code >= 0 else 128 - code
             return code
         finally:
             self._kill()
@@ -125,7 +127,7 @@ class ElasticSupervisor:
         """Watches a generation to its end; exit status of the run, or None if another generation follows."""
         reforming = False
         while True:
-            time.sleep(POLL)
+            self._pause()
             failure = monitor.poll()
             codes = [process.poll() for process in self._running]
             self._say_recovered(monitor)
@@ -264,7 +266,7 @@ class ElasticSupervisor:
             if not said:
                 self._say(f"{len(slots)} slots are in, and {self._policy.least} are needed; waiting for the others")
                 said = True
-            time.sleep(POLL)
+            self._pause()
         return ()
 
     def _sleep(self, seconds: float) -> bool:
@@ -276,13 +278,20 @@ class ElasticSupervisor:
         """Waits until something is true, for so many seconds at most."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not true():
-            time.sleep(POLL)
+            self._pause()
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def _pause(self) -> None:
+        """Waits for a moment, and passes on signals that came: their handler interrupts whatever is being sent."""
+        time.sleep(POLL)
+        while self._signals:
+            number = self._signals.pop(0)
+            for process in self._running:
+                process.send_signal(number)
+
+    def _note_signal(self, number: int, frame: object) -> None:
         if number in (signal.SIGINT, signal.SIGTERM):
             self._stopping = number
-        for process in self._running:
-            process.send_signal(number)
+        self._signals.append(number)
 
     def _kill(self) -> None:
         for process in self._running:

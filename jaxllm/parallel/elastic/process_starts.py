@@ -235,12 +235,12 @@ class HostStarts:
         messages = link.receive()
         hello = next(messages, {})
         unknown.cancel()
-        slot = hello.get("slot")
-        if not isinstance(slot, int) or not 0 < slot < self._count:
+        slot, port = hello.get("slot"), hello.get("port")
+        if not isinstance(slot, int) or not 0 < slot < self._count or not isinstance(port, int):
             return link.close()
         # An agent on this machine may have connected over the loopback, by which others do not reach it.
         here = address.startswith("127.") or address == "::1"
-        host = _Host(link, str(hello["host"]), self._name if here else address, hello["port"])
+        host = _Host(link, str(hello.get("host")), self._name if here else address, port)
         with self._lock:
             before, self._hosts[slot] = self._hosts.get(slot), host
             self._names[slot] = host.name
