@@ -2,6 +2,7 @@
 
 ELASTIC='{"steps": 30, "pids": FOLDER}'    number of steps; FOLDER gets a file GENERATION.SLOT with each process's id
 ELASTIC='{"memory": false}'                no snapshots in memory
+ELASTIC='{"layers": 8}'                    layers for a pipeline of four micro-batches, of a width that three stages fit
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ def elastic_run() -> RunConfig:
         part = Path(told["pids"]) / f"part.{os.getpid()}"
         part.write_text(str(os.getpid()))
         part.rename(Path(told["pids"]) / f"{generation.number}.{slot}")
+    run = together_run()
+    if "layers" in told:
+        model = dataclasses.replace(run.model, layers=told["layers"], embed_dim=24)
+        run = dataclasses.replace(run, model=model, accumulate=4)
     return dataclasses.replace(
-        together_run(),
+        run,
         name="elastic",
         steps=told.get("steps", 30),
         checkpoint=CheckpointConfig(
