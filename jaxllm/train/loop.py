@@ -168,7 +168,7 @@ def _train(
         for event in () if run.generation is None else run.generation.events:
             if event not in written:  # a generation that failed before its first step has written them
                 events.record(event)
-        events.write("restored" if first else "initialised", step=first)
+        events.write("restored" if first else "initialised", step=first, **saver.restored)
 
         write_start(run, first)
         with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:

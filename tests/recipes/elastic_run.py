@@ -2,7 +2,8 @@
 
 ELASTIC='{"steps": 30, "pids": FOLDER}'    number of steps; FOLDER gets a file GENERATION.SLOT with each process's id
 ELASTIC='{"memory": false}'                no snapshots in memory
-ELASTIC='{"layers": 8}'                    layers for a pipeline of four micro-batches, of a width that three stages fit
+ELASTIC='{"layers": 8}'                    layers for a pipeline, four micro-batches, a width that three stages fit, and
+                                           nothing on disk before the end
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def elastic_run() -> RunConfig:
         name="elastic",
         steps=told.get("steps", 30),
         checkpoint=CheckpointConfig(
-            every=12, memory=MemoryConfig(every=1, parity=2, linger=300) if told.get("memory", True) else None
+            every=10**6 if "layers" in told else 12,
+            memory=MemoryConfig(every=1, parity=2, linger=300) if told.get("memory", True) else None,
         ),
     )
