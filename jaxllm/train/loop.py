@@ -436,7 +436,8 @@ def make_evaluator(run: Run) -> Evaluator | None:
         return objective_evaluator(
             run.config, model, run.mesh, run.data.heldout, run.reference, run.compiler_options or None
         )
-    return Evaluator(model, run.mesh, run.data.heldout, sums)
+    micro_batches = 1 if sums is None else run.config.accumulate
+    return Evaluator(model, run.mesh, run.data.heldout, sums, micro_batches=micro_batches)
 
 
 def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveView) -> None:

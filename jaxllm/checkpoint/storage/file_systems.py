@@ -233,7 +233,6 @@ class ObjectStore:
 
 
 @runtime_checkable
-@runtime_checkable
 class SlicingFiles(Protocol):
     """Protocol of a file system from which slices of arrays can be read without the rest of their files."""
 
@@ -250,6 +249,7 @@ class SlicingFiles(Protocol):
         ...
 
 
+@runtime_checkable
 class FileSystem(Protocol):
     """Protocol of a file system for checkpoints; `LocalFiles` documents each operation.
 
