@@ -55,7 +55,9 @@ def test_layers_are_split_anew_over_fewer_stages():
         1: "stage=1,data=1",
     }
     assert stages_left(6, "stage=4,data=2", layers=6) == "stage=3,data=2"  # even: stored where they are used
-    assert stages_left(6, "stage=4,data=2", width=32) == "stage=2,data=3"  # three stages do not divide the width
+    # Three stages do not divide this width: layers are then stored by depth alone, which needs as many on each.
+    assert stages_left(6, "stage=4,data=2", width=32) == "stage=2,data=3"
+    assert stages_left(6, "stage=4,data=2", width=32, layers=12) == "stage=3,data=2"
     assert stages_left(6, "stage=2,fsdp=2,data=2") == "stage=2,fsdp=3,data=1"  # data and fsdp are enough
     assert stages_left(3, "stage=2,fsdp=2,data=2") == "stage=1,fsdp=3,data=1"  # the state is in three parts, not in one
 

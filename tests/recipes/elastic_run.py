@@ -2,8 +2,7 @@
 
 ELASTIC='{"steps": 30, "pids": FOLDER}'    number of steps; FOLDER gets a file GENERATION.SLOT with each process's id
 ELASTIC='{"memory": false}'                no snapshots in memory
-ELASTIC='{"layers": 8}'                    layers for a pipeline, four micro-batches, a width that three stages fit, and
-                                           nothing on disk before the end
+ELASTIC='{"layers": 8, "width": 24}'       for a pipeline: four micro-batches, and nothing on disk before the end
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def elastic_run() -> RunConfig:
         part.rename(Path(told["pids"]) / f"{generation.number}.{slot}")
     run = together_run()
     if "layers" in told:
-        model = dataclasses.replace(run.model, layers=told["layers"], embed_dim=24)
+        model = dataclasses.replace(run.model, layers=told["layers"], embed_dim=told.get("width", 24))
         run = dataclasses.replace(run, model=model, accumulate=4)
     return dataclasses.replace(
         run,

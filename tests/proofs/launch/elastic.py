@@ -51,12 +51,13 @@ class Plan:
 
     Attributes:
         mesh: for all eight devices.
-        layers: of the model; 0: that of the recipe, without a pipeline.
+        layers, width: of the model with a pipeline; 0: the recipe's, without one.
         options: further settings of the command line.
     """
 
     mesh: str
     layers: int = 0
+    width: int = 0
     options: tuple[str, ...] = ()
 
     @property
@@ -67,7 +68,7 @@ class Plan:
     @property
     def told(self) -> dict[str, int]:
         """What the recipe is told."""
-        return {"layers": self.layers} if self.layers else {}
+        return {"layers": self.layers, "width": self.width} if self.layers else {}
 
 
 NO_STAGES = Plan(TOGETHER)

@@ -39,7 +39,7 @@ class StagePlan:
 
     Attributes:
         mesh: for all devices.
-        layers: of the model.
+        layers, width: of the model.
         parallel: schedule, and layers of the stages.
         left: mesh and layers of the virtual stages for each number of devices left; no layers: as many each.
     """
@@ -48,17 +48,18 @@ class StagePlan:
     layers: int
     parallel: ParallelConfig
     left: dict[int, tuple[str, tuple[int, ...]]]
+    width: int = 24
 
     @property
     def plan(self) -> Plan:
         """The same for ``ElasticRun``."""
         depths = self.parallel.depths
         more = ("--parallel.depths", *map(str, depths)) if depths else ()
-        return Plan(self.mesh, self.layers, ("--parallel.schedule", self.parallel.schedule, *more))
+        return Plan(self.mesh, self.layers, self.width, ("--parallel.schedule", self.parallel.schedule, *more))
 
     def config(self, devices: int) -> RunConfig:
         """Settings of the run for so many devices."""
-        with mock.patch.dict("os.environ", {"ELASTIC": json.dumps({"layers": self.layers})}):
+        with mock.patch.dict("os.environ", {"ELASTIC": json.dumps(self.plan.told)}):
             config = elastic_run()
         mesh, depths = self.left.get(devices, (self.mesh, self.parallel.depths))
         elastic = dataclasses.replace(config.elastic, enabled=True)
@@ -91,8 +92,20 @@ PLANS = (
         ParallelConfig(schedule="v_half"),
         {6: ("stage=3,data=2", (1, 2, 2, 1, 1, 1)), 4: ("stage=4,data=1", ()), 2: ("stage=2,data=1", ())},
     ),
+    StagePlan(  # three stages do not divide the width: embedding and head are on each
+        "stage=4,data=2",
+        12,
+        ParallelConfig(),
+        {6: ("stage=3,data=2", ()), 4: ("stage=4,data=1", ()), 2: ("stage=2,data=1", ())},
+        width=16,
+    ),
 )
-HISTORIES = (("kill",), ("host", "kill"), ("two", "kill"))
+HISTORIES = ("kill", "host, kill", "two, kill")
+CASES = [
+    *((number, history) for history in HISTORIES for number in range(4)),
+    *((4, history) for history in HISTORIES),
+]
+"""Numbers of the plans, and what is done to their processes, one after another."""
 
 
 def shards_of(config: RunConfig, devices: int) -> dict[str, tuple[int, list[Shard]]]:
@@ -150,20 +163,20 @@ def meshes(run: ElasticRun) -> Iterator[tuple[int, str]]:
 
 @proof(
     "launch",
-    cases=range(len(PLANS) * len(HISTORIES)),
-    quick=(0,),
+    cases=CASES,
+    quick=CASES[:1],
     sample=1,
     float64=True,
     parallel=False,
     bound={"curve": 1e-8, "parameters": 1e-8, "bytes": 0.0, "seconds": 120.0},
 )
-def elastic_stages(number: int) -> dict[str, float]:
+def elastic_stages(case: tuple[int, str]) -> dict[str, float]:
     """Runs of pipeline stages lose one process, one with its memory and then another, or two at once and then another:
     each generation has the mesh and the layers that are written down for its devices, reads from memory as many bytes
     of its own hosts and of others as the formula says, and the curve is that of one process that nothing happened to.
     """
-    plan, kinds = PLANS[number % len(PLANS)], HISTORIES[number // len(PLANS)]
-    rng, steps = random.Random(number), 12 + 8 * len(kinds)
+    plan, kinds = PLANS[case[0]], case[1].split(", ")
+    rng, steps = random.Random(f"{case}"), 12 + 8 * len(kinds)
     with tempfile.TemporaryDirectory() as folder, ElasticRun(Path(folder), steps, 600.0, plan.plan) as run:
         want = []
         run.until_generation(1, PROCESSES)
