@@ -51,6 +51,8 @@ class Rules:
             mesh axes before use, and its gradient reduce-scattered (FSDP; ZeRO, arXiv:1910.02054 section 5).
         replicable: logical axes that may be replicated when a mesh axis is a multiple of their size (fewer key-value
             heads than tensor shards).
+        where_divisible: (logical axis, mesh axis) pairs: a dimension that the mesh axis does not divide is not split
+            over it.
         rings: mesh axes over which all-gathers and reduce-scatters of a split sequence are overlapped with matmuls
             (``sharding.collective_matmul``); over others they are single collectives before and after the matmuls.
         two_level: sums of gradients over ``local`` and other axes are reduce-scattered over ``local``, summed over the
@@ -67,6 +69,7 @@ class Rules:
     table: tuple[tuple[str, tuple[str, ...]], ...]
     storage: tuple[str, ...] = ("embed", "vocab_embed", "expert_embed", "latent")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
+    where_divisible: tuple[tuple[str, str], ...] = ()
     rings: tuple[str, ...] = ()
     two_level: bool = True
     between_steps: tuple[str, ...] = ()
@@ -160,6 +163,9 @@ class Rules:
         ways = math.prod(mesh.shape[a] for a in axes)
         if size % ways == 0:
             return axes
+        fewer = tuple(a for a in axes if (name, a) not in self.where_divisible)
+        if fewer != axes:
+            return self._fit(name, fewer, size, mesh, what)
         if name in self.replicable and ways % size == 0:
             return ()
         legal = divisors(size)

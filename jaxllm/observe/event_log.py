@@ -4,7 +4,8 @@ Each event ends an interval of time that began at the event before it, so the in
 no time is counted twice or left out. The events, in the order of a start:
 
     started      the run is prepared; ``began`` is the time of the call of ``train``, and facts of the run follow
-    initialised  fresh parameters are ready         restored   a checkpoint of step ``step`` is restored
+    initialised  fresh parameters are ready         restored   a checkpoint of step ``step`` is restored; from memory:
+                 ``own_bytes`` of arrays from peer servers of the readers' own hosts, ``peer_bytes`` from others
     compiled     the step is compiled
     steps        steps ``first`` to ``last``; ``waited`` seconds of it for data, not hidden by work of the devices
     spike        a loss spike at step ``step``, and the ``action`` taken; after a rollback, ``from`` which step the run

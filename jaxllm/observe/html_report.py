@@ -279,6 +279,9 @@ def failure_line(event: dict[str, Any]) -> str:
     """One line about a process of an elastic run."""
     if event["event"] == "recovered":
         return f"step {event['step']} done {event['seconds']:.1f} s after the failure"
+    if event["event"] == "restored":
+        own, moved = (f"{event[name] / 2**20:,.2f} MiB" for name in ("own_bytes", "peer_bytes"))
+        return f"state of step {event['step']} read from memory: {own} of the readers' own hosts, {moved} of others"
     if event["event"] == "returned":
         return f"slot {event['slot']} returned"
     place = event.get("place") or f"slot {event['slot']}"  # older logs have the slot alone

@@ -72,8 +72,10 @@ class RunRecord:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """Events of processes of an elastic run that failed or returned, and of the steps after."""
-        return [event for event in self.events if event["event"] in ELASTIC_EVENTS]
+        """Events of processes of an elastic run that failed or returned, of states read from memory, and of the steps
+        after.
+        """
+        return [event for event in self.events if event["event"] in ELASTIC_EVENTS or "peer_bytes" in event]
 
     def series(self, key: str) -> tuple[list[float], list[float | None]]:
         """Steps and values of the metric ``key``, from the rows that have it."""

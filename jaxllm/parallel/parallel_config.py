@@ -116,10 +116,14 @@ class ParallelConfig:
         return replace(self._staged(base), folding=self.folding())
 
     def _staged(self, base: Rules) -> Rules:
-        """Rules that store parameters split over ``stage``: layers by depth or width, embedding and head by width."""
+        """Rules that store parameters split over ``stage``: layers by depth or width, embedding and head by width.
+
+        Where layers are stored by depth, embedding and head of a width that stages do not divide are on every stage.
+        """
         stored = ("vocab_embed",) if self.in_place else ("vocab_embed", "embed", "expert_embed")
         axes = {name: tuple(a for axis in base.mesh_axes(name) for a in _after_fsdp(axis)) for name in stored}
-        return base.override(**axes, layers=("stage",) if self.in_place else ())
+        staged = base.override(**axes, layers=("stage",) if self.in_place else ())
+        return replace(staged, where_divisible=(("vocab_embed", "stage"),)) if self.in_place else staged
 
     @property
     def in_place(self) -> bool:

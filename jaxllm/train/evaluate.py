@@ -56,6 +56,7 @@ class Evaluator:
         objective: the loss to evaluate besides; None: the cross-entropy alone.
         score: ``(params, batch shapes) -> (params, batch) -> batch``, compiles what adds fields to a batch that the
             objective reads (``ReferenceModel.compile_scorer``); None: nothing.
+        micro_batches: number that ``sums`` splits a batch into.
     """
 
     def __init__(
@@ -66,13 +67,14 @@ class Evaluator:
         sums: Callable[[Any, Any], LossSums] | None = None,
         objective: Objective | None = None,
         score: Callable[[Any, Any], Callable[[Any, Any], Any]] | None = None,
+        micro_batches: int = 1,
     ):
         self._objective, self._score, self._scorer = objective, score, None
         self._mesh = mesh
         self._dataset = dataset
         self._sums = jax.jit(sums or (lambda params, batch: loss_sums(model, params, batch, objective=objective)))
         rows, length = dataset.batch_at(0).tokens.shape
-        self._rows = rows_on_mesh(rows, mesh, model.rules)
+        self._rows = rows_on_mesh(rows, mesh, model.rules, micro_batches)
         spec = model.rules.spec(("batch", "seq"), mesh, (self._rows, length), what="held-out batch")
         self._sharding = NamedSharding(mesh, spec)
 

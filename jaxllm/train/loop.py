@@ -168,7 +168,7 @@ def _train(
         for event in () if run.generation is None else run.generation.events:
             if event not in written:  # a generation that failed before its first step has written them
                 events.record(event)
-        events.write("restored" if first else "initialised", step=first)
+        events.write("restored" if first else "initialised", step=first, **saver.restored)
 
         write_start(run, first)
         with Recorder.open(run, first, events) as recorder, stop_signals() as stopping:
@@ -197,7 +197,7 @@ def write_start(run: Run, first: int) -> None:
         first: steps done before; rows of metrics after it are dropped, since they are written again.
     """
     files = run.directory
-    files.write_json(files.config, to_dict(run.config))
+    files.write_json(files.config, to_dict(run.asked))
     if files.writes:
         run.data.tokenizer.save(files.tokenizer)
         if run.init_model is not None and run.init_model.template is not None:
@@ -407,6 +407,8 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
     view.say(
         f"[bold]{config.name}[/]: {params:,} parameters on {run.mesh.size} x {jax.devices()[0].device_kind} ({mesh})"
     )
+    if run.config.parallel.depths != run.asked.parallel.depths:
+        view.say(f"layers of the pipeline stages: {', '.join(map(str, run.config.parallel.depths)) or 'as many each'}")
     view.say(run.data.summary)
     for files in (run.param_files, run.state_files):
         if files is not None:
@@ -434,7 +436,8 @@ def make_evaluator(run: Run) -> Evaluator | None:
         return objective_evaluator(
             run.config, model, run.mesh, run.data.heldout, run.reference, run.compiler_options or None
         )
-    return Evaluator(model, run.mesh, run.data.heldout, sums)
+    micro_batches = 1 if sums is None else run.config.accumulate
+    return Evaluator(model, run.mesh, run.data.heldout, sums, micro_batches=micro_batches)
 
 
 def record_evaluation(evaluation: Evaluation, step: int, log: Any, view: LiveView) -> None:
@@ -474,7 +477,7 @@ def finish_run(
     if evaluation is not None:
         result |= heldout_metrics(evaluation)
     if trained or not files.receipt.exists():
-        files.write_json(files.receipt, make_receipt(config, data_hash=run.data.train.fingerprint, result=result))
+        files.write_json(files.receipt, make_receipt(run.asked, data_hash=run.data.train.fingerprint, result=result))
     view.say(f"Done: {files.path} (loss.png, metrics.jsonl, checkpoints, receipt.json; `jaxllm report` draws it)")
     return evaluation
 

@@ -43,12 +43,8 @@ from jaxllm.train.outer.lgreco import LayerwiseRanks
 from jaxllm.train.outer.replicas import REPLICA, replica_means, slow_links
 from jaxllm.train.records.receipt import versions
 from jaxllm.train.records.run_directory import RunDirectory
-from jaxllm.train.recovery.elastic_run import (
-    elastic_checkpoint,
-    elastic_generation,
-    failed_at,
-    mesh_for_devices_left,
-)
+from jaxllm.train.recovery.elastic_mesh import config_for_devices_left
+from jaxllm.train.recovery.elastic_run import elastic_checkpoint, elastic_generation, failed_at
 from jaxllm.train.recovery.saving import Place, Saver
 from jaxllm.train.reference import ReferenceModel
 from jaxllm.train.run_model import base_model, run_model, trained_params
@@ -115,6 +111,8 @@ class Run:
         devices: devices of the mesh; None: all.
 
     Attributes:
+        config: settings for the devices that are there; of an elastic run, mesh and stages may be others than asked.
+        asked: settings as they were given, which are recorded.
         model: the architecture with its sharding rules.
         optimizer: the optax chain.
         abstract: shapes, dtypes and shardings of the train state.
@@ -148,18 +146,21 @@ class Run:
         init_model: InitialModel | None = None,
         devices: Sequence[jax.Device] | None = None,
     ):
-        self.config = config
+        self.asked = config
         self.also = also
         check_trackers(config.observe.sinks)
         self.group = group()
         self.directory = RunDirectory(Path(config.out) / config.name, writes=self.group.is_leader)
         check_precision(config)
-        self.model = run_model(config)
         devices = jax.devices() if devices is None else devices
         self.generation = elastic_generation(config)
+        if self.generation is not None:
+            config = elastic_config(config, len(devices), devices[0].platform, self.generation)
+        self.config = config
+        self.model = run_model(config)
         self.reporter: RankReporter | None = None
         self.failed_at = failed_at(self.generation)
-        self.mesh = run_mesh(config, self.model, devices, self.generation)
+        self.mesh = run_mesh(config, self.model, devices)
         self.optimizer = build_optimizer(config, self.model)
         self.replicas = self.mesh.shape.get(REPLICA, 1)
         self.abstract = run_state(config, self.model, self.optimizer, self.mesh)
@@ -328,7 +329,7 @@ class Run:
         return {
             **reference,
             **base,
-            "config": to_dict(self.config),
+            "config": to_dict(self.asked),
             "source": None
             if self.init_model is None or self.init_model.source is None
             else dict(self.init_model.source),
@@ -340,21 +341,27 @@ class Run:
         }
 
 
-def run_mesh(
-    config: RunConfig, model: Functional, devices: Sequence[jax.Device], generation: RunGeneration | None = None
-) -> Mesh:
-    """Mesh of a run over devices: ``fitting_mesh``, with groups of two-level sums.
+def elastic_config(config: RunConfig, devices: int, platform: str, generation: RunGeneration) -> RunConfig:
+    """Settings of an elastic run for the devices of a generation, see ``config_for_devices_left``.
 
-    Args:
-        generation: of the processes of an elastic run, some of whose devices may be missing; None for others.
+    Raises:
+        ShardingError: no mesh of these devices fits.
+    """
+
+    def check(made: RunConfig, mesh: AbstractMesh) -> None:
+        mesh_check(made, run_model(made))(mesh)
+        check_combinations(made, dict(mesh.shape), platform)
+
+    total = devices * generation.total // len(generation.slots)
+    return config_for_devices_left(config, devices, total, check)
+
+
+def run_mesh(config: RunConfig, model: Functional, devices: Sequence[jax.Device]) -> Mesh:
+    """Mesh of a run over devices: ``fitting_mesh``, with groups of two-level sums.
 
     Raises:
         ShardingError, ConfigError: see ``fitting_mesh`` and ``two_level_mesh``.
     """
-    if generation is not None:
-        total = len(devices) * generation.total // len(generation.slots)
-        wanted, fits = MeshSpec.parse(config.mesh), mesh_check(config, model)
-        config = replace(config, mesh=str(mesh_for_devices_left(wanted, len(devices), total, fits)))
     mesh = fitting_mesh(config, model, len(devices), devices[0].platform)
     islands = len({island_of(device) for device in devices})
     return two_level_mesh(config, mesh, islands, devices[0].platform).build(devices)

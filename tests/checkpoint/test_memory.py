@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import CheckpointConfig, Checkpointer, MemoryConfig
+from jaxllm.checkpoint import CheckpointConfig, CheckpointCorruptError, Checkpointer, MemoryConfig
 from jaxllm.checkpoint.memory.erasure_coding import decode, encode, parity_coefficients
 from jaxllm.checkpoint.memory.memory_snapshots import MemoryCheckpointer, StripeLayout
 from jaxllm.checkpoint.memory.peer_server import send
@@ -193,6 +193,29 @@ def test_a_snapshot_is_a_checkpoint(hosts: Callable[..., Hosts], tmp_path: Path)
     ):
         reader.verify()
         np.testing.assert_array_equal(reader.open_leaves()["params/w"].read(), state_of(3)["params/w"])
+
+
+@pytest.mark.drawn(0.3)
+def test_slices_alone_move_and_damage_is_found(hosts: Callable[..., Hosts]) -> None:
+    """A slice that lies in two shards: its bytes move and no others, and those of this host's shard not at all."""
+    four = hosts(4)
+    four.save(3)
+    folder = "step_00000003/state/params.w"
+    with contextlib.closing(PeerStorage(four.folder, 1, 4)) as held:
+        there = {n: held.clients[1].request("get", name=f"{folder}/{n}", begin=0, end=1)[0] for n in ("0.0", "0.1")}
+        with Checkpointer(held, CheckpointConfig(), read_only=True) as reader:
+            leaf = reader.open_leaves()["params/w"]
+            np.testing.assert_array_equal(leaf.read((slice(1, 3), slice(2, 7))), state_of(3)["params/w"][1:3, 2:7])
+            bytes_of = {"0.0": 2 * 3 * 8, "0.1": 2 * 2 * 8}
+            assert held.bytes_read.own == sum(size for n, size in bytes_of.items() if there[n])
+            assert held.bytes_read.peers == sum(size for n, size in bytes_of.items() if not there[n])
+            for client in held.clients:
+                if client.request("get", name=f"{folder}/0.0", begin=0, end=1)[0]:
+                    data = client.request("get", name=f"{folder}/0.0", begin=0, end=None)[1].copy()
+                    data[-1] ^= 1  # of the last element, which the slice lacks
+                    client.request("put", data, name=f"{folder}/0.0")
+            with pytest.raises(CheckpointCorruptError, match=r"0\.0.*do not match the manifest"):
+                leaf.read((slice(0, 1), slice(0, 1)))
 
 
 def test_the_best_interval() -> None:

@@ -31,9 +31,10 @@ from jaxllm.parallel.elastic.run_generation import RunGeneration, detect_generat
 from jaxllm.parallel.elastic.slow_ranks import FLOOR, STEPS, WARMUP, RankStepTimes, SlowRank, SlowRanks
 from jaxllm.parallel.elastic.warm_start import WarmStart, is_runnable
 from jaxllm.parallel.supervisor import ProcessSpec, RestartPolicy, free_port, process_variables
-from jaxllm.train.recovery.elastic_run import mesh_for_devices_left
+from jaxllm.train.config import RunConfig
+from jaxllm.train.recovery.elastic_mesh import config_for_devices_left
 from jaxllm.train.run_rows import pad_rows, rows_on_mesh
-from sharding import MeshSpec, Rules
+from sharding import Rules
 
 
 def test_a_slot_stays_out_longer_with_each_failure():
@@ -434,12 +435,12 @@ def test_a_stopped_process_is_not_runnable():
 
 
 def test_only_data_and_fsdp_shrink():
-    def fits(mesh: AbstractMesh) -> None:
+    def check(config: RunConfig, mesh: AbstractMesh) -> None:
         if 16 % mesh.shape.get("fsdp", 1):
             raise ValueError
 
     def left(text: str, devices: int, total: int = 8) -> str:
-        return str(mesh_for_devices_left(MeshSpec.parse(text), devices, total, fits))
+        return config_for_devices_left(RunConfig(mesh=text), devices, total, check).mesh
 
     assert left("data=2,fsdp=2,tensor=2", 8) == "data=2,fsdp=2,tensor=2"
     assert left("data=2,fsdp=2,tensor=2", 6) == "data=3,fsdp=1,tensor=2"

@@ -193,3 +193,9 @@ def test_a_line_of_what_cannot_be_drawn():
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text
+
+
+def test_bytes_read_from_memory_are_reported():
+    event = {"event": "restored", "step": 8, "own_bytes": 3 * 2**19, "peer_bytes": 2**20}
+    said = "state of step 8 read from memory: 1.50 MiB of the readers' own hosts, 1.00 MiB of others"
+    assert html_report.failure_line(event) == said

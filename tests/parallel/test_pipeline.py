@@ -284,6 +284,28 @@ def test_routers_are_heard_in_stages(mesh, schedule, rng, float64):
     assert tiny.leaf_error(jax.device_get(grads), want_grads) < 1e-10
 
 
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize(("tied", "zero", "schedule"), [(True, 3, "1f1b"), (False, 1, "zb_h1")])
+def test_a_width_that_stages_do_not_divide(tied, zero, schedule, rng, float64):
+    """Embedding and head are then on every stage, split over fsdp alone; the step is that of one device."""
+    config = run_of(mesh="stage=3,fsdp=2", model=tiny.decoder(layers=6, tied=tied), schedule=schedule)
+    config = replace(config, parallel=replace(config.parallel, zero=zero))
+    batch = tiny.batch(int(rng.integers(2**16)), 8, 8, 64, packed=True, padding=True)
+    params = quick.params(config.model, 0)
+    want, want_grads = quick.jit(value_and_grad(functional(config.model), accumulate=4))(params, batch)
+    model = functional(config.model, config.parallel.rules())
+    mesh = fitting_mesh(config, model, 6).build(jax.devices()[:6])
+    with jax.set_mesh(mesh):
+        abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+        assert abstract["embedding"]["table"].sharding.spec == jax.P(None, "fsdp")
+        placed = jax.device_put(params, shardings_of(abstract))
+        got, grads = quick.jit(pipelined_value_and_grad(model, *pipeline_plan(config, 3), zero=zero))(
+            placed, jax.device_put(batch, jax.NamedSharding(mesh, jax.P("fsdp")))
+        )
+    np.testing.assert_allclose(float(got.loss), float(want.loss), rtol=1e-12)
+    assert tiny.leaf_error(jax.device_get(grads), want_grads) < 1e-10
+
+
 def compiled(config: RunConfig, rows: Any) -> str:
     """The program of loss and gradients, for eight devices."""
     piped = functional(config.model, config.parallel.rules())

@@ -2,6 +2,7 @@
 
 ELASTIC='{"steps": 30, "pids": FOLDER}'    number of steps; FOLDER gets a file GENERATION.SLOT with each process's id
 ELASTIC='{"memory": false}'                no snapshots in memory
+ELASTIC='{"layers": 8, "width": 24}'       for a pipeline: four micro-batches, and nothing on disk before the end
 """
 
 from __future__ import annotations
@@ -26,11 +27,16 @@ def elastic_run() -> RunConfig:
         part = Path(told["pids"]) / f"part.{os.getpid()}"
         part.write_text(str(os.getpid()))
         part.rename(Path(told["pids"]) / f"{generation.number}.{slot}")
+    run = together_run()
+    if "layers" in told:
+        model = dataclasses.replace(run.model, layers=told["layers"], embed_dim=told.get("width", 24))
+        run = dataclasses.replace(run, model=model, accumulate=4)
     return dataclasses.replace(
-        together_run(),
+        run,
         name="elastic",
         steps=told.get("steps", 30),
         checkpoint=CheckpointConfig(
-            every=12, memory=MemoryConfig(every=1, parity=2, linger=300) if told.get("memory", True) else None
+            every=10**6 if "layers" in told else 12,
+            memory=MemoryConfig(every=1, parity=2, linger=300) if told.get("memory", True) else None,
         ),
     )

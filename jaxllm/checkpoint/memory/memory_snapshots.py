@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxllm.checkpoint.config import CheckpointConfig, MemoryConfig
 from jaxllm.checkpoint.memory.host_parity import StripeLayout, rebuild_lost_hosts, send_parity
-from jaxllm.checkpoint.memory.peer_storage import PeerLost
+from jaxllm.checkpoint.memory.peer_storage import BytesRead, PeerLost
 from jaxllm.checkpoint.memory.snapshot_generations import EarlierGenerations, SnapshotGeneration
 from jaxllm.checkpoint.multihost_checkpointer import CheckpointGroup, MultihostCheckpointer
 from jaxllm.checkpoint.readonly import RestoredCheckpoint
@@ -66,7 +66,7 @@ class MemoryCheckpointer(MultihostCheckpointer):
     ):
         group = PrefixedGroup(group)
         of = generation or SnapshotGeneration("", tuple(range(group.size)), config.parity)
-        self._storage = of.storage(folder, group.rank)
+        self._storage = of.storage(folder, of.slots[group.rank])
         self._stripes = StripeLayout(group.size, config.parity)
         self._linger = config.linger
         self.ensure_server()
@@ -95,6 +95,13 @@ class MemoryCheckpointer(MultihostCheckpointer):
         step = self._earlier.step
         assert step is not None
         return RestoredCheckpoint(step, *self._earlier.reader.restore(abstract_state, step))
+
+    @property
+    def bytes_read(self) -> BytesRead:
+        """Bytes of arrays that this process has read from its own host's server, and from those of others."""
+        own = self._storage.bytes_read
+        earlier = BytesRead() if self._earlier is None else self._earlier.bytes_read
+        return BytesRead(own.own + earlier.own, own.peers + earlier.peers)
 
     def close(self) -> None:
         """Same as `Checkpointer.close`; the servers keep running."""

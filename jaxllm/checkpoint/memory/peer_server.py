@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint.memory.erasure_coding import gf_multiply
+from jaxllm.checkpoint.storage.leaf_hashing import as_bytes, hash_array
 from jaxllm.files import atomic
 
 MAX_HEADER_BYTES = 2**26
@@ -70,18 +71,35 @@ class SnapshotStore:
     def __init__(self):
         self._files: dict[str, np.ndarray] = {}
         self._sums: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
+        self._hashes: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def put(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
         """Stores a file."""
         with self._lock:
             self._files[head["name"]] = data
+            self._hashes.pop(head["name"], None)
         return True, None
 
     def get(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
         """Bytes of a file; None if there is none."""
         found = self._files.get(head["name"])
         return found is not None, None if found is None else found[head["begin"] : head["end"]]
+
+    def slice(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
+        """Bytes of a slice of an array, with hashes of the slice and of the whole file; None if there is none."""
+        with self._lock:
+            found, whole = self._files.get(head["name"]), self._hashes.get(head["name"])
+        if found is None:
+            return None, None
+        if whole is None:
+            whole = hash_array(found)
+            with self._lock:
+                if self._files.get(head["name"]) is found:
+                    self._hashes[head["name"]] = whole
+        array = found.reshape(*head["shape"], head["width"])
+        part = as_bytes(array[tuple(slice(begin, end) for begin, end in head["spans"])])
+        return {"whole": whole, "part": hash_array(part)}, part
 
     def sizes(self, head: dict[str, Any], data: np.ndarray) -> tuple[Any, Any]:
         """Names of files with their bytes."""
@@ -92,7 +110,7 @@ class SnapshotStore:
         """Removes the file of a name and all files below it."""
         name = head["name"]
         with self._lock:
-            for held in (self._files, self._sums):
+            for held in (self._files, self._sums, self._hashes):
                 for one in [n for n in held if n == name or n.startswith(f"{name}/")]:
                     del held[one]
         return True, None
@@ -153,7 +171,7 @@ def serve(address_file: str, linger: float) -> None:
             time.sleep(min(1.0, linger / 4))
 
 
-REQUESTS = ("put", "get", "sizes", "drop", "add", "sum")
+REQUESTS = ("put", "get", "slice", "sizes", "drop", "add", "sum")
 
 
 if __name__ == "__main__":

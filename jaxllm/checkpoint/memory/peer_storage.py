@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -20,11 +20,20 @@ from jaxllm.checkpoint.checkpoint_reader import META
 from jaxllm.checkpoint.errors import CheckpointError
 from jaxllm.checkpoint.memory.peer_server import receive, send
 from jaxllm.checkpoint.storage import checkpoint_manifest as manifest_lib
+from jaxllm.checkpoint.storage.array_store import is_chunk
+from jaxllm.checkpoint.storage.leaf_hashing import hash_array
 
 REPLICATED_FILES = (META, manifest_lib.NAME)
 """Files that every server has: they describe the others."""
 START_TIMEOUT = 60.0
 TALK_TIMEOUT = 60.0
+
+
+class BytesRead(NamedTuple):
+    """Bytes of arrays that processes have read from their own host's peer server, and from those of other hosts."""
+
+    own: int = 0
+    peers: int = 0
 
 
 class PeerLost(OSError):
@@ -113,15 +122,20 @@ class PeerStorage:
 
     Args:
         folder: folder of the servers' address files, visible to all hosts.
-        rank, size: number of this host, and of all hosts.
+        rank, size: number of this host, and of all hosts; rank None: this host is not one of them.
         slots: number in the name of each host's address file; None: that of the host.
         name: name of a generation of hosts, whose files are apart from those of others; empty: none.
+
+    Attributes:
+        bytes_read: bytes of arrays that this process has read from its own host's server, and from those of others.
     """
 
     renames = False
 
-    def __init__(self, folder: Path, rank: int, size: int, slots: Sequence[int] | None = None, name: str = ""):
-        self.folder, self.rank, self._name = folder, rank, name
+    def __init__(self, folder: Path, rank: int | None, size: int, slots: Sequence[int] | None = None, name: str = ""):
+        self.folder, self._own, self._name = folder, rank, name
+        self.bytes_read = BytesRead()
+        self._counting = threading.Lock()
         numbers = range(size) if slots is None else slots
         prefix = f"{name}/" if name else ""
         self.clients = [PeerClient(rank, folder / f"{slot}.json", prefix) for rank, slot in enumerate(numbers)]
@@ -134,6 +148,12 @@ class PeerStorage:
         """Closes the connections; the servers keep running."""
         for client in self.clients:
             client.close()
+
+    @property
+    def rank(self) -> int:
+        """Number of this host."""
+        assert self._own is not None, "this host is not one of these"
+        return self._own
 
     @property
     def own(self) -> PeerClient:
@@ -157,13 +177,31 @@ class PeerStorage:
         return self._sizes(name).get(name)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """Contents of a file, from the first server that has it."""
-        first = [self.own, *(client for client in self.clients if client is not self.own)]
-        for client in first:
+        """Contents of a file, from the first server that has it: this host's before others."""
+        return self._first(name, "get", begin=begin, end=end)[1]
+
+    def read_slice(
+        self, name: str, shape: Sequence[int], width: int, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, str]:
+        """Bytes of a slice of an array, from the first server that has it, and the hash of the whole file there.
+
+        Raises:
+            FileNotFoundError: no server has it.
+            OSError: other bytes have arrived than were sent.
+        """
+        said, data = self._first(name, "slice", shape=list(shape), width=width, spans=list(spans))
+        if hash_array(data) != said["part"]:
+            raise OSError(f"a slice of {name} has arrived with other bytes than its server has sent")
+        return data, said["whole"]
+
+    def _first(self, name: str, do: str, **head: Any) -> tuple[Any, np.ndarray]:
+        """Answer of the first server that has a file: this host's before others."""
+        for client in sorted(self.clients, key=lambda client: client.rank != self._own):
             with contextlib.suppress(PeerLost):
-                found, data = client.request("get", name=name, begin=begin, end=end)
+                found, data = client.request(do, name=name, **head)
                 if found:
-                    return data
+                    self._count(name, client, data.nbytes)
+                    return found, data
         raise FileNotFoundError(f"{name} is on no peer server")
 
     @contextlib.contextmanager
@@ -193,6 +231,13 @@ class PeerStorage:
 
     def sync(self, names: Iterable[str]) -> None:
         """Does nothing: memory needs no flush."""
+
+    def _count(self, name: str, client: PeerClient, size: int) -> None:
+        if is_chunk(name.partition("/")[2]):
+            with self._counting:
+                own, peers = self.bytes_read
+                mine = client.rank == self._own
+                self.bytes_read = BytesRead(own + size, peers) if mine else BytesRead(own, peers + size)
 
     def _sizes(self, name: str) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.memory.host_parity import StripeLayout, newest_snapshot, rebuild_lost_hosts
-from jaxllm.checkpoint.memory.peer_storage import PeerClient, PeerLost, PeerStorage
+from jaxllm.checkpoint.memory.peer_storage import BytesRead, PeerClient, PeerLost, PeerStorage
 from jaxllm.checkpoint.multihost_checkpointer import CheckpointGroup
 from jaxllm.checkpoint.readonly import ReadOnlyCheckpointer
 from jaxllm.files import read_json, write_json
@@ -37,10 +37,10 @@ class SnapshotGeneration:
     slots: tuple[int, ...]
     parity: int
 
-    def storage(self, folder: Path, rank: int) -> PeerStorage:
-        """The memory of its hosts, as a process of any generation sees it."""
-        size = len(self.slots)
-        return PeerStorage(folder, min(rank, size - 1), size, self.slots, self.name)
+    def storage(self, folder: Path, slot: int | None = None) -> PeerStorage:
+        """The memory of its hosts, as the host of a slot of any generation sees it; None: as one that has none."""
+        rank = self.slots.index(slot) if slot in self.slots else None
+        return PeerStorage(folder, rank, len(self.slots), self.slots, self.name)
 
 
 class EarlierGenerations:
@@ -70,7 +70,7 @@ class EarlierGenerations:
         self._storage: PeerStorage | None = None
         for one in listed:
             of = SnapshotGeneration(one["name"], tuple(one["slots"]), one["parity"])
-            storage = of.storage(folder, group.rank)
+            storage = of.storage(folder, own.slots[group.rank])
             rebuild_lost_hosts(storage, StripeLayout(len(of.slots), of.parity), group)
             found = ReadOnlyCheckpointer(storage).latest() if group.rank == 0 else None
             found = json.loads(group.broadcast("generations/step", json.dumps(found)))
@@ -78,6 +78,11 @@ class EarlierGenerations:
                 self.step, self.reader, self._storage = found, ReadOnlyCheckpointer(storage), storage
                 return
             storage.close()
+
+    @property
+    def bytes_read(self) -> BytesRead:
+        """What this process has read of them."""
+        return BytesRead() if self._storage is None else self._storage.bytes_read
 
     def drop(self) -> None:
         """Frees the snapshots of all earlier generations; called by process 0 after a snapshot of its own."""
@@ -109,7 +114,7 @@ class EarlierGenerations:
         found = []
         for number, one in enumerate(listed):
             of = SnapshotGeneration(one["name"], tuple(one["slots"]), one["parity"])
-            with contextlib.closing(of.storage(self._folder, 0)) as storage:
+            with contextlib.closing(of.storage(self._folder)) as storage:
                 if (folder := newest_snapshot(storage)) is not None:
                     found.append((folder, number, one))
         return [one for _, _, one in sorted(found, key=lambda each: each[:2], reverse=True)]

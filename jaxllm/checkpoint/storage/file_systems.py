@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -230,6 +230,23 @@ class ObjectStore:
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+
+@runtime_checkable
+class SlicingFiles(Protocol):
+    """Protocol of a file system from which slices of arrays can be read without the rest of their files."""
+
+    def read_slice(
+        self, name: str, shape: Sequence[int], width: int, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, str]:
+        """Bytes of a slice of a file that holds an array in C order, and the hash of the whole file where it lies.
+
+        Args:
+            shape: of the array.
+            width: bytes of an element.
+            spans: first index and the one after the last of each dimension.
+        """
+        ...
 
 
 @runtime_checkable

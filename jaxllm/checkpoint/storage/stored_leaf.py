@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.checkpoint.storage import array_store
 from jaxllm.checkpoint.storage.checkpoint_manifest import FileRecord, LeafRecord
-from jaxllm.checkpoint.storage.file_systems import FileSystem
+from jaxllm.checkpoint.storage.file_systems import FileSystem, SlicingFiles
 from jaxllm.checkpoint.storage.leaf_hashing import combine_block_hashes, hash_array, hash_mapped
 
 Index = tuple[slice, ...]
@@ -79,7 +79,8 @@ class StoredLeaf:
         out = np.empty([len(span) for span in spans], self.dtype)
         if not out.size:
             return out
-        if self.chunk == self.shape:
+        slicing = self._files if isinstance(self._files, SlicingFiles) else None
+        if self.chunk == self.shape and slicing is None:
             out[...] = self._slice_of_one(spans)[index]
             return out
         overlaps = [range(span.start // c, -(-span.stop // c)) for span, c in zip(spans, self.chunk, strict=True)]
@@ -89,7 +90,11 @@ class StoredLeaf:
                 begin, end = max(span.start, i * c), min(span.stop, (i + 1) * c)
                 source.append(slice(begin - i * c, end - i * c))
                 target.append(slice(begin - span.start, end - span.start))
-            out[tuple(target)] = self._whole_chunk(".".join(map(str, at)))[tuple(source)]
+            name = ".".join(map(str, at)) or "0"
+            if slicing is None:
+                out[tuple(target)] = self._whole_chunk(name)[tuple(source)]
+            else:
+                out[tuple(target)] = self._slice_of_chunk(slicing, name, source)
         return out
 
     def mapped(self) -> np.ndarray:
@@ -167,6 +172,16 @@ class StoredLeaf:
                 self._checked.add(name)
                 self.bytes_read += len(data)
         return data.view(self.dtype).reshape(self.chunk)
+
+    def _slice_of_chunk(self, files: SlicingFiles, name: str, part: list[slice]) -> np.ndarray:
+        """A slice of a chunk, which its file system verifies as a whole."""
+        spans = [(one.start, one.stop) for one in part]
+        data, found = files.read_slice(f"{self._folder}/{name}", self.chunk, self.dtype.itemsize, spans)
+        if found != (self._parts[name].hash or self.record.hash):
+            raise CorruptDataError("its bytes do not match the manifest", name)
+        with self._lock:
+            self.bytes_read += len(data)
+        return data.view(self.dtype).reshape([end - begin for begin, end in spans])
 
     def _read_block(self, number: int) -> np.ndarray:
         """Bytes of one block of a leaf in several chunks, read by the rows that it lies in."""

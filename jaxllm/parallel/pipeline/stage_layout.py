@@ -71,12 +71,7 @@ def assign_units(repeats: Sequence[int], virtual_stages: int, depths: Sequence[i
             f"pipeline: the model has {units} layers (or groups of them) for {virtual_stages} virtual stages, and each "
             f"needs one: choose stages and chunks whose product is {units} or less."
         )
-    if not depths:
-        least, more = divmod(units, virtual_stages)
-        inner_first = [*range(1, virtual_stages - 1), virtual_stages - 1, 0]
-        depths = [least] * virtual_stages
-        for k in inner_first[:more]:
-            depths[k] += 1
+    depths = depths or split_units(units, virtual_stages)
     if len(depths) != virtual_stages or sum(depths) != units or min(depths) < 1:
         raise ScheduleError(
             f"parallel.depths = {tuple(depths)}: give {virtual_stages} positive numbers, one for each virtual stage in "
@@ -88,6 +83,29 @@ def assign_units(repeats: Sequence[int], virtual_stages: int, depths: Sequence[i
     low = np.clip(starts[:, None] - offsets, 0, repeats)
     high = np.clip(ends[:, None] - offsets, 0, repeats)
     return StageDepths((high - low).astype(np.int32), low.astype(np.int32))
+
+
+def split_units(units: int, virtual_stages: int, like: Sequence[int] = ()) -> tuple[int, ...]:
+    """Split of units over virtual stages, at least one each, that gives the busiest of them the least to do.
+
+    Args:
+        units: at least ``virtual_stages``.
+        virtual_stages: number of virtual stages.
+        like: another split of them, such as that of more stages: what its first and last virtual stage have fewer than
+            its largest is what the embedding and the head cost, in units. Empty: these cost nothing.
+
+    Returns:
+        number of units of each virtual stage; of equally good splits that with fewer on the first, then on the last.
+    """
+    work = [0] * virtual_stages
+    if like:
+        work[0] += max(like) - like[0]
+        work[-1] += max(like) - like[-1]
+    depths = [1] * virtual_stages
+    inner_first = [*range(1, virtual_stages - 1), virtual_stages - 1, 0]
+    for _ in range(units - virtual_stages):
+        depths[min(inner_first, key=lambda k: work[k] + depths[k])] += 1
+    return tuple(depths)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ class Saver:
         config: when, where and how to save.
         group: the processes of the run.
         generation: of the processes of an elastic run; None for others.
+
+    Attributes:
+        restored: in process 0, after ``resume`` from memory: bytes of arrays that all processes have read,
+            ``own_bytes`` from their own host's peer server and ``peer_bytes`` from those of other hosts.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Saver:
         where = config.directory or directory / "checkpoints"
         self.disk = Checkpointer(where, config) if group.size == 1 else MultihostCheckpointer(where, config, group)
         self.memory: MemoryCheckpointer | None = None
+        self.restored: dict[str, int] = {}
         self._next: int | None = None
         self._clock: tuple[int, float] | None = None
         if config.memory is not None:
@@ -96,6 +101,8 @@ class Saver:
                 problem = str(error)
             problems = [one for one in self._group.gather("saver/resume", problem) if one]
             if not (problem := self._group.broadcast("saver/resume", "; ".join(problems))) and found is not None:
+                read = [json.loads(one) for one in self._group.gather("saver/read", json.dumps(self.memory.bytes_read))]
+                self.restored = {"own_bytes": sum(own for own, _ in read), "peer_bytes": sum(more for _, more in read)}
                 return found
             _log.error("the snapshot in memory cannot be restored; restoring the checkpoint on disk: %s", problem)
         return self.disk.resume(abstract_state)

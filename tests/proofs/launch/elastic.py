@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -44,6 +45,35 @@ COMMON = {
 Curve = tuple[np.ndarray, dict[str, np.ndarray]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Mesh of an elastic run, and layers for its stages.
+
+    Attributes:
+        mesh: for all eight devices.
+        layers, width: of the model with a pipeline; 0: the recipe's, without one.
+        options: further settings of the command line.
+    """
+
+    mesh: str
+    layers: int = 0
+    width: int = 0
+    options: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Settings of the command line."""
+        return "--mesh", self.mesh, *self.options
+
+    @property
+    def told(self) -> dict[str, int]:
+        """What the recipe is told."""
+        return {"layers": self.layers, "width": self.width} if self.layers else {}
+
+
+NO_STAGES = Plan(TOGETHER)
+
+
 class ElasticRun:
     """An elastic run under its launcher, which a test does harm to.
 
@@ -51,18 +81,20 @@ class ElasticRun:
         folder: for the run, its text and what the launcher prints.
         steps: of the run.
         away: seconds that a failed slot stays out.
+        plan: of the run.
     """
 
-    def __init__(self, folder: Path, steps: int, away: float):
+    def __init__(self, folder: Path, steps: int, away: float, plan: Plan = NO_STAGES):
         self.folder, self.files = folder, RunDirectory(folder / "elastic")
         (folder / "pids").mkdir()
         command = [
             *(sys.executable, "-m", "jaxllm.cli", "launch", "local", "-n", str(PROCESSES), "--devices", "2"),
             *("--logs", str(folder / "logs"), "--patience.pause", "0.1", "--elastic.away", str(away)),
             *("--elastic.hung-after", str(HUNG_AFTER), "--", "train", f"{RECIPE}:elastic_run", "--elastic"),
-            *("--mesh", TOGETHER, "--out", str(folder), "--data.source", str(write_text(folder))),
+            *plan.settings,
+            *("--out", str(folder), "--data.source", str(write_text(folder))),
         ]
-        changes = {**COMMON, "ELASTIC": json.dumps({"steps": steps, "pids": str(folder / "pids")})}
+        changes = {**COMMON, "ELASTIC": json.dumps({"steps": steps, "pids": str(folder / "pids"), **plan.told})}
         with (folder / "said").open("w") as said:
             self.launcher = subprocess.Popen(
                 command, cwd=environment.ROOT, env=os.environ | changes, stdout=said, stderr=said
@@ -168,12 +200,12 @@ def curve_of(files: RunDirectory, steps: int) -> Curve:
 
 
 @functools.cache
-def expected(steps: int) -> Curve:
+def expected(steps: int, plan: Plan = NO_STAGES) -> Curve:
     """The curve of one process with eight devices, without failures and without snapshots in memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "jaxllm.cli", "train", f"{RECIPE}:elastic_run", "--mesh", TOGETHER]
-        told = {"ELASTIC": json.dumps({"steps": steps, "memory": False}), "JAX_NUM_CPU_DEVICES": "8"}
+        command = [sys.executable, "-m", "jaxllm.cli", "train", f"{RECIPE}:elastic_run", *plan.settings]
+        told = {"ELASTIC": json.dumps({"steps": steps, "memory": False, **plan.told}), "JAX_NUM_CPU_DEVICES": "8"}
         settings = ["--out", str(folder), "--data.source", str(write_text(folder))]
         env = os.environ | COMMON | told
         done = subprocess.run([*command, *settings], cwd=environment.ROOT, env=env, capture_output=True, text=True)
@@ -181,9 +213,9 @@ def expected(steps: int) -> Curve:
         return curve_of(RunDirectory(folder / "elastic"), steps)
 
 
-def differences(run: ElasticRun, steps: int) -> dict[str, float]:
+def differences(run: ElasticRun, steps: int, plan: Plan = NO_STAGES) -> dict[str, float]:
     """Errors of a finished run's curve and parameters beside those of one process."""
-    (curve, params), (want_curve, want_params) = curve_of(run.files, steps), expected(steps)
+    (curve, params), (want_curve, want_params) = curve_of(run.files, steps), expected(steps, plan)
     assert set(params) == set(want_params)
     worst = max(np.linalg.norm(params[p] - w) / max(np.linalg.norm(w), 1e-3) for p, w in want_params.items())
     return {"curve": float(np.abs(curve / want_curve - 1).max()), "parameters": float(worst)}
