@@ -144,7 +144,7 @@ def averaging_roles(peers: Sequence[AveragingPeer], size: float, batch: int) -> 
 
     A step takes as long as computing a global batch, or as averaging the gradients of the batch before, if that is
     longer. A peer that averages for many may do so faster if it computes nothing. A mixed integer linear program
-    (HiGHS) chooses who computes, and of choices that are equally fast one with the most rows per second.
+    (HiGHS) chooses who computes; then others who do not make steps longer compute too, in the order of their rows.
 
     Args:
         peers: who take part.
@@ -158,14 +158,25 @@ def averaging_roles(peers: Sequence[AveragingPeer], size: float, batch: int) -> 
     _check_size(size)
     if batch < 1:
         raise ValueError(f"averaging: batch = {batch}; give rows of the global batch, 1 or more.")
-    computes = able if len(peers) == 1 else _chosen(peers, size, batch)
+    plan = _plan(peers, size, batch, able if len(peers) == 1 else _chosen(peers, size, batch))
+    limit = plan.seconds * (1 + 10 * SLACK)
+    for one in sorted(range(len(peers)), key=lambda one: -peers[one].rows):
+        if able[one] and not plan.computes[one]:
+            computes = (*plan.computes[:one], True, *plan.computes[one + 1 :])
+            more = _plan(peers, size, batch, computes)
+            plan = more if more.seconds <= limit else plan
+    return plan
+
+
+def _plan(peers: Sequence[AveragingPeer], size: float, batch: int, computes: tuple[bool, ...]) -> AveragingPlan:
+    """Plan with the shares that are best if these peers compute."""
     shares = averaging_shares(peers, size, computes)
     computing = batch / sum(peer.rows for peer, one in zip(peers, computes, strict=True) if one)
     return AveragingPlan(computes, shares, averaging_seconds(peers, shares, size, computes), computing)
 
 
 def _chosen(peers: Sequence[AveragingPeer], size: float, batch: int) -> tuple[bool, ...]:
-    """Peers that compute, of two or more, so that steps are shortest."""
+    """Peers that compute, of two or more, so that steps are shortest; all that can, if the solver fails twice."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import lil_matrix
 
@@ -202,22 +213,19 @@ def _chosen(peers: Sequence[AveragingPeer], size: float, batch: int) -> tuple[bo
     kinds[chosen] = 1
     largest = np.asarray([bound for _, bound in terms] + [0.0])
     least = np.append(np.full(len(terms), -np.inf), 0.0)
-    slowest, found = 0.0, None
-    for aim in ({rate: 1.0}, dict(zip(chosen, rows / rows.max(), strict=True))):
-        cost, fewest = np.zeros(rate + 1), np.zeros(rate + 1)
-        cost[list(aim)] = [-value for value in aim.values()]
-        fewest[rate] = slowest
-        tried = milp(
+    cost = np.zeros(rate + 1)
+    cost[rate] = -1
+    for presolve in (True, False):  # the solver ends with an error on a few of these programs, by either way
+        found = milp(
             cost,
             constraints=[LinearConstraint(matrix.tocsr(), least, largest)],  # type: ignore[arg-type]
-            bounds=Bounds(fewest, most),  # type: ignore[arg-type]
+            bounds=Bounds(0, most),  # type: ignore[arg-type]
             integrality=kinds,
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "presolve": presolve},
         )
-        found = found if tried.x is None else tried.x
-        assert found is not None  # one peer that computes is feasible
-        slowest = found[rate] * (1 - SLACK)
-    return tuple((found[chosen] > 0.5).tolist())
+        if found.x is not None and (found.x[chosen] > 0.5).any():
+            return tuple((found.x[chosen] > 0.5).tolist())
+    return tuple((rows > 0).tolist())
 
 
 def _traffic(peers: Sequence[AveragingPeer], computes: Sequence[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
