@@ -7,8 +7,8 @@ was there, only on the rows that were added: they are those of synchronous SGD o
 schedules count its steps, not rounds.
 
 Here absences are drawn by the run's key, ``away`` of the peers for ``steps`` rounds at a time, and the rows of an
-absent peer are left out of the run. The paper's peers are machines on the internet that average by roles, which are
-chosen from their bandwidths.
+absent peer are left out of the run. The paper's peers are machines on the internet that average by roles, which
+``averaging_roles`` plans from their bandwidths.
 
 Legend: R peers, B rows.
 """
