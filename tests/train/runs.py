@@ -115,8 +115,8 @@ def shared_programs() -> Iterator[None]:
             _steps[key] = compile_step(self)
         return _steps[key]
 
-    def initialised(self: Evaluator, model: Any, mesh: Any, dataset: Any, sums: Any = None) -> None:
-        init(self, model, mesh, dataset, sums)
+    def initialised(self: Evaluator, model: Any, mesh: Any, dataset: Any, sums: Any = None, **more: Any) -> None:
+        init(self, model, mesh, dataset, sums, **more)
         if sums is None:
             self._sums = _evaluations.setdefault((model, settings()), self._sums)
 
