@@ -81,7 +81,7 @@ class EarlierGenerations:
 
     @property
     def bytes_read(self) -> BytesRead:
-        """What this process has read of them."""
+        """Bytes of arrays that this process has read of them."""
         return BytesRead() if self._storage is None else self._storage.bytes_read
 
     def drop(self) -> None:
