@@ -169,7 +169,7 @@ def test_the_plan_of_a_grid():
     assert grid_error(5) <= 1e-6
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, 122431197])  # with the last, many choices are equally fast
 def test_roles_are_those_of_brute_force(seed):
     assert roles_error(seed) <= 1e-6
 
