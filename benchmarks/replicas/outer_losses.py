@@ -76,16 +76,22 @@ def run(name: str, setting: dict[str, Any], steps: int, seed: int, folder: Path)
 
 
 def compare(settings: dict[str, dict[str, Any]], file: Path, steps: int, seeds: int, devices: int) -> None:
-    """Runs all settings with all seeds; writes the file after each, so that it may be stopped."""
+    """Runs all settings with all seeds; writes the file after each, and goes on where it was stopped."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    found: dict[str, Any] = {"steps": steps, "every": EVERY, "replicas": REPLICAS, "runs": {}}
+    found: dict[str, Any] = {"steps": steps, "every": EVERY, "replicas": REPLICAS, "settings": settings}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    known = before if all(before.get(name) == value for name, value in json.loads(json.dumps(found)).items()) else {}
+    found["runs"] = known.get("runs", {})
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
             for name, setting in settings.items():
-                found["runs"].setdefault(name, []).append(run(name, setting, steps, seed, Path(folder)))
+                runs = found["runs"].setdefault(name, [])
+                if seed < len(runs):
+                    continue
+                runs.append(run(name, setting, steps, seed, Path(folder)))
                 file.write_text(json.dumps(found, indent=1) + "\n")
-                print(name, seed, found["runs"][name][-1], flush=True)
+                print(name, seed, runs[-1], flush=True)
 
 
 def main(steps: int = 2000, seeds: int = 3) -> None:
