@@ -418,6 +418,12 @@ def test_policies_that_leave_nobody_are_refused(capsys: pytest.CaptureFixture[st
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", [["local", "-n", "2"], ["supervise"]])
+def test_options_of_elastic_runs_are_refused_for_others(capsys: pytest.CaptureFixture[str], kind: list[str]):
+    assert main(["launch", *kind, "--elastic.spares", "1", "--", "train", "quickstart"]) == 2
+    assert "--elastic.* are options of elastic runs, and this command is none" in capsys.readouterr().err
+
+
 def test_a_stopped_process_is_not_runnable():
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:

@@ -79,6 +79,7 @@ def launch(argv: list[str]) -> int:
             shared = {name: value for name, value in own.items() if not name.startswith("JAXLLM_")}
             starts = LocalStarts(slots, ENTRY, WARM_MODULES, shared)
             return ElasticSupervisor(make, slots, starts, patience=patience, policy=elastic).run()
+        check_unused(elastic)
         words_of_one = command()
         return supervise(
             lambda: local_processes(words_of_one, processes, devices=devices, logs=logs), patience, dry_run
@@ -101,8 +102,16 @@ def launch(argv: list[str]) -> int:
         """
         if is_elastic(words) and not dry_run:
             return run_elastic_host(words, patience, elastic)
+        check_unused(elastic)
         one = command()
         return supervise(lambda: [ProcessSpec(one)], patience, dry_run)
+
+    def check_unused(policy: ElasticPolicy) -> None:
+        if policy != ElasticPolicy() and not is_elastic(words):
+            raise UsageError(
+                "--elastic.* are options of elastic runs, and this command is none: after -- give `train RECIPE "
+                "--elastic`, or leave them out; then all processes restart when one is lost."
+            )
 
     options = [f"--processes{word[2:]}" if word.split("=")[0] == "-n" else word for word in options]
     return parse_command(run_local if kind == "local" else run_one, options, f"jaxllm launch {kind}")
