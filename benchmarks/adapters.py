@@ -280,10 +280,10 @@ def compiled(topology: Any, batch: int, context: int, slots: int, rank: int, tin
     from jaxllm.infer import EngineConfig
     from jaxllm.infer.decode_benchmark import kv_bytes_per_token
     from jaxllm.infer.runner.adapter_pool import AdapterPool
-    from jaxllm.infer.runner.engine_step import EngineStep
     from jaxllm.infer.runner.paged_cache import layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model
-    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.infer.runner.step.engine_step import EngineStep
+    from jaxllm.infer.runner.step.step_shape import StepShape
     from jaxllm.models import functional, unstack_layers
     from pallas_kernels.paged_attention import Slots
     from recipes.llama3 import llama3_8b

@@ -43,7 +43,7 @@ class HostStub:
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> Any:
         """The smallest step shape that fits."""
-        from jaxllm.infer.runner.step_shape import StepShape
+        from jaxllm.infer.runner.step.step_shape import StepShape
 
         sizes = self.config.decode_buckets if decode else self.config.prompt_buckets
         size = next(size for size in sizes if size >= (requests if decode else tokens))

@@ -43,9 +43,9 @@ def engine_program(
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxllm.infer.runner.engine_step import EngineStep
     from jaxllm.infer.runner.paged_cache import layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model, with_layouts
+    from jaxllm.infer.runner.step.engine_step import EngineStep
     from jaxllm.models import functional, unstack_layers
     from jaxllm.plan.formulas.serving_step import PLAIN
     from jaxllm.quant.packing import packed_shapes
@@ -90,7 +90,7 @@ def compiled(
 
     from jaxllm.compiler import collectives, hbm_traffic
     from jaxllm.infer.decode_benchmark import kv_bytes_per_token
-    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.infer.runner.step.step_shape import StepShape
     from jaxllm.plan.formulas.serving_step import ServingStepModel
     from jaxllm.plan.hardware import Cluster
     from recipes.llama3 import llama3_8b

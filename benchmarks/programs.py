@@ -173,11 +173,11 @@ def engine(
     from jaxllm.infer import EngineConfig
     from jaxllm.infer.grammar import mask_width
     from jaxllm.infer.runner import logits_processors
-    from jaxllm.infer.runner.engine_step import EngineStep
     from jaxllm.infer.runner.page_programs import empty_pools
     from jaxllm.infer.runner.paged_cache import POOL_AXES, layer_groups
     from jaxllm.infer.runner.serving_mesh import serving_model
-    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.infer.runner.step.engine_step import EngineStep
+    from jaxllm.infer.runner.step.step_shape import StepShape
     from jaxllm.models import functional
 
     settings = EngineConfig(

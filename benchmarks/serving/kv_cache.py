@@ -43,7 +43,7 @@ def compiled(topology: Any, kv_format: str, context: int, tiny: bool) -> dict[st
     from benchmarks.engine_bytes import engine_program
     from jaxllm.compiler import hbm_traffic
     from jaxllm.infer.runner.paged_cache import layer_groups
-    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.infer.runner.step.step_shape import StepShape
     from recipes.llama3 import llama3_8b
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")

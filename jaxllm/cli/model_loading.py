@@ -125,6 +125,18 @@ def check_pools(pools: str | None, mesh: str | None, offload: str | None) -> Non
         raise UsageError(f"--pools: {error}") from None
 
 
+def check_overlap(overlap: str, mesh: str | None) -> None:
+    """Checks ``--overlap`` before a model is loaded.
+
+    Raises:
+        ValueError: the mesh has no all-reduces of tensor shards, or splits rows.
+    """
+    from jaxllm.infer.runner import serving_mesh
+
+    if overlap != "none":
+        serving_mesh.check_overlap(None if mesh is None else serving_mesh.mesh_of(mesh), "plain")
+
+
 def check_speculation(speculate: str | None, tokens: int | None, runs: int = 1, mesh: str | None = None) -> None:
     """Checks ``--speculate``, ``--speculate-tokens`` and ``--speculate-runs`` before a model is loaded.
 

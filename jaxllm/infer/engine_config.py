@@ -52,6 +52,9 @@ class EngineConfig:
             ``SamplingParams.cached_chunks``.
         two_phase: decode steps read the pages that sequences begin with in common once for all of them, see
             ``pallas_kernels.paged_attention.shared_pages``.
+        overlap: on a mesh with ``tensor``, the rows of a step go through each layer in two halves, so that the matmuls
+            of one half do not wait for the all-reduces of the other: "iso": of steps with prompts; "nano": of decode
+            steps of several sequences too (``jaxllm.infer.runner.step.step_halves``); "none".
         kv_host_gib: GiB of host memory for pages that the prefix cache evicts on the device, see ``page_store``.
         kv_disk: directory for those that leave host memory, where they are found after a restart; None: none.
         kv_disk_gib: most GiB there.
@@ -98,6 +101,7 @@ class EngineConfig:
     head_clusters: int = 1
     chunk_cache: bool = False
     two_phase: bool = False
+    overlap: Literal["none", "iso", "nano"] = "none"
     kv_host_gib: float = 0.0
     kv_disk: str | None = None
     kv_disk_gib: float = 64.0
@@ -142,6 +146,7 @@ class EngineConfig:
         self._check_clusters()
         self._check_chunks()
         self._check_two_phase()
+        self._check_overlap()
         if self.orders_channels and self.adapter_slots:
             raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
@@ -376,6 +381,33 @@ class EngineConfig:
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.two_phase):
             raise ConfigError(f"engine: two_phase does not go with {name}; leave one of them out.")
+
+    def _check_overlap(self) -> None:
+        """Checks what goes with steps in two halves."""
+        if self.overlap not in ("none", "iso", "nano"):
+            raise ConfigError(f"engine: overlap = {self.overlap!r}; legal: 'none', 'iso', 'nano'.")
+        wrong = {
+            f"adapter_slots = {self.adapter_slots}, adapters by row": self.adapter_slots > 0,
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}, which encodes whole pages": bool(self.residual_window),
+            "batch_invariant": self.batch_invariant,
+            "draft_trees (a tree of draft tokens)": self.draft_trees,
+            "two_phase, whose first phase is of all sequences": self.two_phase and self.overlap == "nano",
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages} (a mesh with stage)": self.stages > 1,
+            f"pools = {self.pools!r}": self.pools is not None,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.overlap != "none"):
+            raise ConfigError(f"engine: overlap = {self.overlap!r} does not go with {name}; leave one of them out.")
+
+    def in_halves(self, requests: int, *, decode: bool) -> bool:
+        """Whether a step goes through the layers in two halves.
+
+        Args:
+            requests: sequences that its program is compiled for.
+            decode: every sequence has one row.
+        """
+        return self.overlap == "nano" and requests > 1 if decode else self.overlap != "none"
 
     def _check_adapters(self) -> None:
         if self.adapter_slots < 0:

@@ -21,7 +21,7 @@ from jaxllm.models.layers.attention import AttentionConfig
 from jaxllm.models.layers.layer_table import ATTENTION_LAYERS, FEED_FORWARD_LAYERS
 from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
-from jaxllm.models.layers.residual_stream import LadderStream, Stream, residual_by_segment
+from jaxllm.models.layers.residual_stream import LadderStream, residual_by_segment
 from jaxllm.models.linear import linear, lookup
 from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import MoeConfig
@@ -196,7 +196,11 @@ class Block(nnx.Module):
         self.mlp = config.mlp.build(model.embed_dim, out_scale=out_scale, dtype=dtype)
 
     def __call__(
-        self, x: Stream, positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+        self,
+        x: Float[Array, "B S D"] | LadderStream,
+        positions: Int[Array, "B S"],
+        layer: LayerIndex,
+        ctx: AttentionContext,
     ) -> tuple[Any, AttentionContext]:
         """Output of the block, a residual stream of the kind of ``x``, and the updated attention context."""
         if isinstance(x, LadderStream):

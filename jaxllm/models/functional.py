@@ -30,6 +30,7 @@ from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segmen
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.layers.residual_stream import Stream, as_kind, residual_by_segment, whole
+from jaxllm.models.layers.token_parts import PartsContext, TokenParts, through
 from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
 from jaxllm.models.packed_weight import within_stack
@@ -267,9 +268,22 @@ class Functional:
             return nnx.merge(self._modules["embedding"][0], params["embedding"])(tokens, positions)
 
     def blocks(
-        self, params: Params, x: Float[Array, "B S D"], positions: Int[Array, "B S"], ctx: AttentionContext
-    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        """Transformer blocks of all segments. The context is a carry of the scan: its KV cache is updated in place."""
+        self,
+        params: Params,
+        x: Float[Array, "B S D"] | TokenParts,
+        positions: Int[Array, "B S"] | TokenParts,
+        ctx: AttentionContext | PartsContext,
+    ) -> tuple[Any, Any]:
+        """Transformer blocks of all segments. The context is a carry of the scan: its KV cache is updated in place.
+
+        Args:
+            x: residual stream; in parts, each block runs for one after the other, see ``token_parts``.
+            positions: in the same parts.
+            ctx: attention context, of the parts if there are some.
+
+        Returns:
+            the residual stream, in the same parts, and the attention context.
+        """
         first, stream = 0, x
         with sharding.use_rules(self.rules):
             for s, (group, repeats) in enumerate(self.config.segments):
@@ -309,11 +323,11 @@ class Functional:
             )
 
     def _group(
-        self, s: int, params: Params, x: Stream, positions: Array, first: Any, ctx: Any, wrap: Wrap | None
-    ) -> tuple[Any, AttentionContext]:
+        self, s: int, params: Params, x: Stream, positions: Any, first: Any, ctx: Any, wrap: Wrap | None
+    ) -> tuple[Any, Any]:
         with sharding.use_rules(self.rules), jax.named_scope("layers"):
             for b in range(len(self._modules["segments"][s])):
-                x, ctx = self._block(s, b, params[str(b)], first + b, wrap)(x, positions, first + b, ctx)
+                x, ctx = through(self._block(s, b, params[str(b)], first + b, wrap), x, positions, first + b, ctx)
         return x, ctx
 
     def block(self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None = None) -> Block:
@@ -377,13 +391,13 @@ class Functional:
         first: int,
         params: Params | tuple[Params, ...],
         x: Stream,
-        positions: Array,
-        ctx: AttentionContext,
-    ) -> tuple[Stream, AttentionContext]:
+        positions: Array | TokenParts,
+        ctx: AttentionContext | PartsContext,
+    ) -> tuple[Stream, Any]:
         size, repeats = len(self.config.segments[s][0]), self.config.segments[s][1]
 
         def group(
-            carry: tuple[Stream, AttentionContext], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
+            carry: tuple[Stream, Any], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
         ) -> tuple[Any, None]:
             group_params, repeat = join(step[0], step[1]), step[1]
             return self._group(s, group_params, carry[0], positions, first + repeat * size, carry[1], wrap), None

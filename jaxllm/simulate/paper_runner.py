@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.runner.adapter_pool import Page
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.plan.formulas.serving_step import BatchWork, ServingStepModel, StepCost
 
 StepClock = Callable[[list[BatchWork], StepShape, int], StepCost]

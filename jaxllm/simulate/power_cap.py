@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.plan.formulas.serving_step import BatchWork, StepCost
 from jaxllm.simulate.paper_runner import PaperRunner, StepClock
 from jaxllm.simulate.power import PowerModel

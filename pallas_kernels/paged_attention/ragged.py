@@ -39,7 +39,7 @@ class RaggedBatch(NamedTuple):
         """Difference between a token's position and its row of the flat batch, for each request."""
         return self.kv_lens - self.starts[1:]
 
-    def part(self, first: int | Int[Array, ""], count: int) -> RaggedBatch:
+    def part(self, first: int | Int[Array, ""], count: int | Int[Array, ""]) -> RaggedBatch:
         """Sub-batch of rows ``first`` to ``first + count - 1`` of the flat batch.
 
         The context of a request that has later rows ends before them.

@@ -9,7 +9,7 @@ import numpy as np
 from jaxllm.infer import EngineConfig
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.scheduling.page_allocator import NO_PAGE
 from tests.infer.engines import LONGEST, VOCAB
 from tests.infer.stub_runner import StubRunner

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 
 
 class StubRunner:

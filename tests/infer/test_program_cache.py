@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import RecompileError
-from jaxllm.infer.runner.packed_buffer import PackedBuffer
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, source_digest
+from jaxllm.infer.runner.step.packed_buffer import PackedBuffer
 from tests import environment, quick
 from tests.power_cut import PowerCut, write_tree
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.runner.program_loader import ProgramLoader
-from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
+from jaxllm.infer.runner.step.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.infer.start_progress import StartCancelled, StartProgress
 from tests.infer import engines
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.infer import Engine, EngineConfig, SamplingParams
 from jaxllm.infer.runner.paged_cache import LayerGroup
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.scheduling.policies import Policy, Service
 from jaxllm.infer.scheduling.sequence import Request
 from jaxllm.models.attention_context import KVSpec

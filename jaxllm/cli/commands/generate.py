@@ -12,7 +12,14 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_pools, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import (
+    check_kv_cache,
+    check_offload,
+    check_overlap,
+    check_pools,
+    check_speculation,
+    load_with_progress,
+)
 from jaxllm.cli.runtime import use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 from jaxllm.infer.scheduling.policies import BatchPolicyName
@@ -57,6 +64,7 @@ def generate(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "auto",
         mesh: str | None = None,
+        overlap: Literal["none", "iso", "nano"] = "none",
         pools: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
@@ -107,6 +115,9 @@ def generate(argv: list[str]) -> int:
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
                 that format after loading.
             mesh: device mesh, such as tensor=4; one device by default.
+            overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
+                wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences
+                too (docs/serve/serving.md).
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
                 (docs/serve/pools.md); instead of --mesh.
@@ -145,6 +156,7 @@ def generate(argv: list[str]) -> int:
         check_kv_cache(kv_format, kv_keep)
         check_offload(offload, mesh)
         check_pools(pools, mesh, offload)
+        check_overlap(overlap, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
         of_prompt = {
@@ -180,7 +192,7 @@ def generate(argv: list[str]) -> int:
             sizes = with_speculation(
                 with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
-            sizes = dataclasses.replace(sizes, pools=pools)
+            sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap)
 
             def load() -> LLM:
                 found = load_with_progress(
@@ -194,6 +206,8 @@ def generate(argv: list[str]) -> int:
         assert prompt is not None
         if effort is not None and pools is not None:
             raise UsageError("--effort of `jaxllm generate` is for one engine; leave --pools out, or serve with both.")
+        if effort is not None and overlap != "none":
+            raise UsageError("--effort of `jaxllm generate` has no --overlap; leave it out, or serve with both.")
         if effort is not None and speculate is not None:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
@@ -224,7 +238,7 @@ def generate(argv: list[str]) -> int:
         sizes = single_user_config(
             loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )
-        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools))
+        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools, overlap=overlap))
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

@@ -50,7 +50,7 @@ from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.multihost import MultihostRunner
 from jaxllm.infer.runner.paged_cache import with_whole_tiles
 from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
 from jaxllm.infer.scheduling.policies import Policy, Service
 from jaxllm.infer.scheduling.policy_state import PolicyState

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxllm.infer.chunks.common_pages import common_pages
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.step_shape import DEVICE_STOP_TOKENS, StepShape
+from jaxllm.infer.runner.step.step_shape import DEVICE_STOP_TOKENS, StepShape
 from jaxllm.infer.scheduling.adapter_slots import AdapterSlots
 from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepPlan

@@ -25,7 +25,7 @@ from jaxllm.infer.runner.page_programs import read_pages, write_pages
 from jaxllm.infer.runner.paged_cache import TRANSFER_AXES, LayerGroup
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.runner.serving_mesh import put
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.models import Functional
 from pallas_kernels.paged_attention import Slots
 

@@ -20,7 +20,7 @@ from jaxllm.infer.pools.pool_argument import PoolSize, PoolSizes
 from jaxllm.infer.runner.adapter_pool import Page
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.models import Functional
 
 

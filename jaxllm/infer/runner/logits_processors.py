@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxllm.infer.runner.packed_buffer import PackedBuffer
+from jaxllm.infer.runner.step.packed_buffer import PackedBuffer
 
 MAX_BAD_WORD_TOKENS = 8
 """Tokens of the longest bad word."""

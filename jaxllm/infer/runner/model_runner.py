@@ -27,7 +27,6 @@ from jaxllm.infer.grammar import mask_width
 from jaxllm.infer.length_limits import check_branches, choose_max_len
 from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
-from jaxllm.infer.runner.engine_step import EngineStep
 from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, seat, write_pages
 from jaxllm.infer.runner.paged_cache import (
     POOL_AXES,
@@ -42,6 +41,7 @@ from jaxllm.infer.runner.retention.eviction import check_scores, heads_of
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import (
     check_mesh,
+    check_overlap,
     fresh,
     placements,
     put,
@@ -50,7 +50,9 @@ from jaxllm.infer.runner.serving_mesh import (
     spans_processes,
     with_layouts,
 )
-from jaxllm.infer.runner.step_shape import StepShape, by_usefulness, smallest_fitting
+from jaxllm.infer.runner.step.engine_step import EngineStep
+from jaxllm.infer.runner.step.step_halves import OPTIONS
+from jaxllm.infer.runner.step.step_shape import StepShape, by_usefulness, smallest_fitting
 from jaxllm.models import Functional, has_unstacked_layers, unstack_layers
 from jaxllm.models.packed_weight import batch_dependent_formats, has_packed, native_vectors
 from jaxllm.parallel import distributed
@@ -142,6 +144,8 @@ class ModelRunner:
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
                 "w8a8, or leave batch_invariant out."
             )
+        if config.overlap != "none":
+            check_overlap(self.mesh, model.config.residual)
         if config.draft_features and self.mesh is not None:
             raise ConfigError(
                 "engine: draft_features, which a draft head needs, are kept on one device; not on a mesh."
@@ -469,6 +473,7 @@ class ModelRunner:
             tree_words=0 if decode else -(-self._tree_tokens // BITS),
             branches=0 if decode else min(self._branches, self.model.config.vocab_size),
             shares=decode and self.config.two_phase,
+            halves=tokens > 1 and self.config.in_halves(tokens, decode=decode),
         )
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
@@ -527,11 +532,11 @@ class ModelRunner:
     def _programs_of(self, shape: StepShape) -> list[EngineProgram]:
         """Programs that a step of a shape runs."""
         arguments = {"params": self._abstract_weights, "pools": self._abstract_pools(), **self._abstract_inputs(shape)}
-        return [
-            EngineProgram(
-                shape.name, self._step(shape).__call__, arguments, ("pools", "last", "state"), config_key(shape)
-            )
-        ]
+        donated, key, options = ("pools", "last", "state"), config_key(shape), {}
+        if shape.halves:
+            with self._on_mesh():
+                options = OPTIONS.get(target_device().platform, {})
+        return [EngineProgram(shape.name, self._step(shape).__call__, arguments, donated, key, options=options)]
 
     def _abstract_inputs(self, shape: StepShape) -> dict[str, Any]:
         """Arguments of a step beside weights and pools."""

@@ -27,7 +27,7 @@ from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.models import Functional
 from jaxllm.parallel.distributed import group
 from pallas_kernels.paged_attention import Slots

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Shaped
 import sharding
 from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, TRANSFER_AXES, LayerGroup
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from pallas_kernels.paged_attention import Slots
 from pallas_kernels.paged_attention.pages import empty_slots
 from pallas_kernels.paged_attention.retention import by_scores

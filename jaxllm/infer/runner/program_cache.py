@@ -22,7 +22,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class EngineProgram:
         donated: names of the donated parameters.
         key: JSON-able value of what the function depends on besides its arguments and the key of the cache.
         devices: devices that run it; empty: those of the cache.
+        options: of the compiler.
     """
 
     name: str
@@ -63,11 +64,14 @@ class EngineProgram:
     donated: tuple[str, ...] = ()
     key: Any = None
     devices: tuple[Any, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def jit(self) -> Any:
         """Jitted function, to be lowered."""
         donated = tuple(i for i, name in enumerate(self.arguments) if name in self.donated)
-        return jax.jit(self.function, donate_argnums=donated, keep_unused=True)
+        return jax.jit(
+            self.function, donate_argnums=donated, keep_unused=True, compiler_options=dict(self.options) or None
+        )
 
 
 @dataclass
@@ -230,7 +234,9 @@ class ProgramCache:
         return Executable(program, compiled, self.counts, self.strict)
 
     def _path(self, folder: Path, program: EngineProgram) -> Path:
-        return folder / f"{program.name}-{digest([program.key, describe(dict(program.arguments))])[:8]}.xla"
+        options = [sorted(program.options.items())] if program.options else []
+        key = digest([program.key, *options, describe(dict(program.arguments))])
+        return folder / f"{program.name}-{key[:8]}.xla"
 
     def _save(self, folder: Path, program: EngineProgram, compiled: Any) -> None:
         data, _, out = serialize_executable.serialize(compiled)

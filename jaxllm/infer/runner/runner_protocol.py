@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxllm.infer.runner.adapter_pool import AdapterPool, Page
 from jaxllm.infer.runner.paged_cache import LayerGroup
 from jaxllm.infer.runner.program_cache import ProgramCache
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.models import Functional
 
 

@@ -21,6 +21,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import sharding
+from jaxllm.config import ConfigError
 from jaxllm.infer.runner.extended_vocabulary import ExtendedVocabulary
 from jaxllm.models import Functional, functional
 from jaxllm.models.packed_weight import is_packed
@@ -136,6 +137,33 @@ def check_mesh(
             raise ShardingError(
                 f"an engine does not serve over {name}={size}: {_WHY[name]}. The axes are {', '.join(SERVED)}."
             )
+
+
+def check_overlap(mesh: Mesh | None, residual: str) -> None:
+    """Checks that steps can go through the layers in two halves, see ``jaxllm.infer.runner.step.step_halves``.
+
+    Args:
+        mesh: None for one device.
+        residual: ``DecoderConfig.residual``.
+
+    Raises:
+        ShardingError: there are no all-reduces to hide, or the halves' rows are split.
+        ConfigError: a ladder residual hides them already.
+    """
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if sizes.get("tensor", 1) == 1:
+        raise ShardingError(
+            f"overlap hides all-reduces of tensor shards, and the mesh {sizes or 'of one device'} has none: give "
+            "tensor=2 or more, or leave overlap out."
+        )
+    if sizes.get("context", 1) > 1:
+        raise ShardingError(
+            f"overlap does not go with context={sizes['context']}, which splits the rows that it halves: use data."
+        )
+    if residual != "plain":
+        raise ConfigError(
+            f"overlap does not go with residual = {residual!r}, which hides all-reduces already: leave overlap out."
+        )
 
 
 def serving_rules(rules: Rules, *, split: bool = False) -> Rules:

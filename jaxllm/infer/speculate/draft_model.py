@@ -28,7 +28,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.length_limits import choose_max_len, hard_limit
 from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.serving_mesh import spans_processes
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.scheduling.sequence import Sequence
 from jaxllm.infer.scheduling.step_plan import ScheduledChunk, StepPlan
 from jaxllm.infer.speculate.draft_tree import DraftTree

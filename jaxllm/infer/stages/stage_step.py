@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.engine_step import EngineStep, StepBatch
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
+from jaxllm.infer.runner.step.engine_step import EngineStep, StepBatch
 from jaxllm.infer.stages.stage_cut import StageLayers
 from jaxllm.models.packed_weight import within_stack
 

@@ -32,7 +32,7 @@ from jaxllm.infer.runner.page_programs import Pools, empty_pools, read_pages, wr
 from jaxllm.infer.runner.paged_cache import POOL_AXES, TRANSFER_AXES, LayerGroup
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.serving_mesh import check_stages, put, serving_model, stages_of
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.stages.pipeline_clock import DeviceClock, PipelineClock
 from jaxllm.infer.stages.pipeline_stage import PipelineStage
 from jaxllm.infer.stages.stage_cut import cut_stages

@@ -19,7 +19,7 @@ from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.runner.serving_mesh import put
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.streaming.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import Unit, WeightsUnavailableError
 from jaxllm.infer.streaming.streamed_step import StreamedStep

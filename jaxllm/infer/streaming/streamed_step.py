@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.infer.runner import logits_processors
-from jaxllm.infer.runner.engine_step import EngineStep, StepBatch
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+from jaxllm.infer.runner.step.engine_step import EngineStep, StepBatch
 from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 EVICTIONS = "evictions"

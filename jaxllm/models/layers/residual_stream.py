@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxllm.models.layers.token_parts import TokenParts
 from jaxllm.models.layers.values_by_layers import parse_by_layers, split_by_segment
 
 KINDS = ("plain", "ladder")
@@ -34,7 +35,8 @@ class LadderStream(NamedTuple):
     pending: Float[Array, "B S D"]
 
 
-Stream = Float[Array, "B S D"] | LadderStream
+Stream = Float[Array, "B S D"] | LadderStream | TokenParts
+"""Plain, ladder, or plain in parts."""
 
 
 def residual_by_segment(residual: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[str, int]]]:
@@ -59,8 +61,8 @@ def residual_by_segment(residual: str, segments: Sequence[tuple[Sequence[Any], i
         ) from None
 
 
-def whole(x: Stream) -> Float[Array, "B S D"]:
-    """The residual stream with the outputs of all sublayers."""
+def whole(x: Stream) -> Float[Array, "B S D"] | TokenParts:
+    """The residual stream with the outputs of all sublayers, in parts as before."""
     return x.reduced + x.pending if isinstance(x, LadderStream) else x
 
 
@@ -68,4 +70,5 @@ def as_kind(x: Stream, kind: str) -> Stream:
     """The residual stream as blocks of a kind read it. What a plain block reads waits for all sublayers before it."""
     if kind == "plain":
         return whole(x)
+    assert not isinstance(x, TokenParts), "an engine refuses the two together"
     return x if isinstance(x, LadderStream) else LadderStream(x, jnp.zeros_like(x))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.runner.paged_cache import LayerGroup
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.models.attention_context import KVSpec
 from tests.infer import engines
 from tests.infer.paper import PaperRunner

@@ -99,7 +99,7 @@ def compiled(topology: Any, rows: int, requests: int, layers: int) -> dict[str, 
     Layers are apart for GPUs, as the engine has them there.
     """
     from jaxllm.compiler import program_walker
-    from jaxllm.infer.runner.step_shape import StepShape
+    from jaxllm.infer.runner.step.step_shape import StepShape
 
     config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16", layers=layers)
     shape = StepShape(rows, requests, rows == requests, False, requests, 2 * CONTEXT // PAGE, 1, 8, 1, "float32")

@@ -18,7 +18,7 @@ from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup
 from jaxllm.infer.runner.retention.head_files import load_heads
 from jaxllm.infer.runner.retention.locret import Locret
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.models import DecoderConfig
 from jaxllm.models.retaining_heads import RetainingHeads
 from pallas_kernels.paged_attention import Slots

@@ -30,8 +30,9 @@ from jaxllm.infer.runner.adapted_weight import with_rows
 from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages, keep_branch
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entries
-from jaxllm.infer.runner.step_shape import PENALTIES, StepShape
-from jaxllm.infer.runner.verification import last_rows, likeliest, sample_proposed, sample_tree
+from jaxllm.infer.runner.step.step_halves import forward_in_halves
+from jaxllm.infer.runner.step.step_shape import PENALTIES, StepShape
+from jaxllm.infer.runner.step.verification import last_rows, likeliest, sample_proposed, sample_tree
 from jaxllm.models import Functional
 from jaxllm.models.retaining_heads import RetainingHeads
 from pallas_kernels.paged_attention import Slots
@@ -290,7 +291,12 @@ class EngineStep:
             tokens, positions = (sharding.constrain(x, "batch", "seq") for x in (batch.tokens, batch.positions))
             if batch.adapters is not None:
                 params = with_rows(params, *batch.adapters)
-        hidden, ctx = self.forward_model.forward(params, tokens, positions, self.context(pools, batch, heads))
+        forward = (
+            functools.partial(forward_in_halves, self.forward_model)
+            if self.shape.halves
+            else (self.forward_model.forward)
+        )
+        hidden, ctx = forward(params, tokens, positions, self.context(pools, batch, heads))
         assert isinstance(ctx, PagedCache)
         return ctx.pools, sharding.constrain(hidden, "batch", "residual_seq", "act_embed")
 

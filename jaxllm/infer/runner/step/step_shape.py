@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxllm.infer.runner.packed_buffer import PackedBuffer
+from jaxllm.infer.runner.step.packed_buffer import PackedBuffer
 
 DEVICE_STOP_TOKENS = 8
 """Stop tokens per request that the device checks, to end its decode loop early; the host checks all."""
@@ -45,6 +45,7 @@ class StepShape:
         branches: number of the likeliest tokens after each row, which come out instead of sampled ones, with their
             log-probabilities: the step is of a draft model that makes trees. 0: tokens are sampled.
         shares: pages that requests begin with are read once for all of them, see ``shared_pages``.
+        halves: the rows go through the layers in two halves, see ``step_halves``.
     """
 
     tokens: int
@@ -67,6 +68,7 @@ class StepShape:
     tree_words: int = 0
     branches: int = 0
     shares: bool = False
+    halves: bool = False
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.infer.runner.logits_processors import SAMPLES
 from jaxllm.infer.runner.sampler import logprobs
-from jaxllm.infer.runner.step_shape import StepShape
+from jaxllm.infer.runner.step.step_shape import StepShape
 
 
 def last_rows(hidden: Float[Array, "T D"], ends: Int[Array, " S"], rows: int) -> Float[Array, "_ D"]:
