@@ -123,7 +123,8 @@ class ChannelOrder:
         wrong = {
             "a layer that is not plain grouped-query attention": not plain,
             "layers of different head dims or rotations": len(kinds) > 1,
-            "adapted or packed weights": model.adapt is not None or not all(hasattr(x, "at") for x in arrays),
+            "adapted or packed weights (packed ones are unpacked with --weights plain)": model.adapt is not None
+            or not all(hasattr(x, "at") for x in arrays),
             "layers apart": apart,
         }
         for what in (what for what, is_so in wrong.items() if is_so):

@@ -112,7 +112,7 @@ class HeadClusters:
                 {(b.attention.heads, b.attention.kv_heads) for b in config.blocks}
             )
             > 1,
-            "adapted or packed weights": model.adapt is not None
+            "adapted or packed weights (packed ones are unpacked with --weights plain)": model.adapt is not None
             or not all(hasattr(group.get(name), "at") for group in groups for name in "qkvo"),
             "layers apart": apart,
         }
