@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -40,40 +40,40 @@ class RunPlacement:
     Attributes:
         placement: tier of each kind of bytes. With parameters on disk, gradients are those of single layers.
         options: settings on the command line, besides ``--model.remat full``.
-        host, disk, remat: the same as fields of the run.
+        remat: remat of the run.
     """
 
     placement: TierPlacement
     options: str
-    host: HostConfig = field(default_factory=HostConfig)
-    disk: DiskConfig = field(default_factory=DiskConfig)
     remat: str = "full"
 
     def of(self, run: RunConfig) -> RunConfig:
         """The run with this placement."""
-        model = dataclasses.replace(run.model, remat=self.remat)
-        return dataclasses.replace(run, model=model, host=self.host, disk=self.disk)
+        place, on_disk = self.placement, self.placement.optimizer == "disk"
+        disk = dataclasses.replace(
+            run.disk,
+            directory=DIRECTORY if on_disk else "",
+            parameters=place.parameters == "disk",
+            activations=place.activations == "disk",
+        )
+        return dataclasses.replace(
+            run,
+            model=dataclasses.replace(run.model, remat=self.remat),
+            host=HostConfig(optimizer=place.optimizer == "host"),
+            disk=disk,
+        )
 
 
 PLACEMENTS = (
     RunPlacement(TierPlacement(), ""),
-    RunPlacement(TierPlacement(optimizer="host"), "--host.optimizer", HostConfig(optimizer=True)),
+    RunPlacement(TierPlacement(optimizer="host"), "--host.optimizer"),
     RunPlacement(
-        TierPlacement(optimizer="host", activations="host"),
-        "--host.optimizer --model.remat offload:0",
-        HostConfig(optimizer=True),
-        remat="offload:0",
+        TierPlacement(optimizer="host", activations="host"), "--host.optimizer --model.remat offload:0", "offload:0"
     ),
-    RunPlacement(TierPlacement(optimizer="disk"), "--disk DIR:SIZE", disk=DiskConfig(DIRECTORY)),
+    RunPlacement(TierPlacement(optimizer="disk"), "--disk DIR:SIZE"),
+    RunPlacement(TierPlacement("disk", "device", "disk", "host"), "--disk DIR:SIZE --disk.parameters"),
     RunPlacement(
-        TierPlacement("disk", "device", "disk", "host"),
-        "--disk DIR:SIZE --disk.parameters",
-        disk=DiskConfig(DIRECTORY, parameters=True),
-    ),
-    RunPlacement(
-        TierPlacement("disk", "device", "disk", "disk"),
-        "--disk DIR:SIZE --disk.parameters --disk.activations",
-        disk=DiskConfig(DIRECTORY, parameters=True, activations=True),
+        TierPlacement("disk", "device", "disk", "disk"), "--disk DIR:SIZE --disk.parameters --disk.activations"
     ),
 )
 """Placements in the order in which ``--within`` tries them: each is slower than the one before."""
@@ -104,7 +104,7 @@ def capacity_table(run: RunConfig, cluster: Cluster, available: TierBytes) -> li
     """Bytes of a run by tier in each placement, and whether they fit.
 
     Args:
-        run: its mesh and batch decide what a device has; where its states are and its remat are replaced.
+        run: its mesh, batch and ``disk.window`` count; where its states are and its remat are replaced.
         cluster: devices.
         available: bytes of a device, and its share of the host's memory and disks.
 

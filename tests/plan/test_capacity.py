@@ -49,6 +49,22 @@ def test_a_place_that_settings_do_not_go_with_is_refused(tmp_path, capsys):
     assert 'does not go with optim.kind = "muon"' in capsys.readouterr().out
     with pytest.raises(UsageError, match="leave it out"):
         cli.COMMANDS["plan"](["quickstart", *ASKED, "--host.optimizer"])
+    with pytest.raises(UsageError, match="the remat that saves least"):
+        cli.COMMANDS["plan"](["quickstart", *ASKED, "--model.remat", "none"])
+
+
+def test_a_larger_window_takes_more_of_host_and_device(tmp_path, capsys):
+    """Buffers of eight layers, instead of four, in the host's memory; eight on their way from the device."""
+    (_, four), (_, eight) = (table(tmp_path, "llama3_8b", *ASKED, "--disk.window", n) for n in ("4", "8"))
+    assert "8.03 B parameters" in capsys.readouterr().out
+    layer = (8.03e9 - 2 * 128256 * 4096) / 32 / 8 * 4  # bytes of a layer's parameters on a device
+    more = [
+        {tier: b["bytes"][tier] - a["bytes"][tier] for tier in b["bytes"]} for a, b in zip(four, eight, strict=True)
+    ]
+    assert more[0] == more[1] == more[2] == {"device": 0, "host": 0, "disk": 0}
+    assert more[3]["host"] == pytest.approx(4 * 2 * layer, rel=1e-3)
+    assert more[4]["host"] == pytest.approx(4 * 3 * layer, rel=1e-3)
+    assert more[4]["device"] == more[5]["device"] == pytest.approx(4 * 3 * layer, rel=1e-3)
 
 
 def test_bytes_of_a_small_transformer_by_hand():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,10 +51,10 @@ def plan_capacity(argv: list[str]) -> int:
         from jaxllm.files import write_json
         from jaxllm.plan import hardware as table
         from jaxllm.plan.capacity_table import PLACEMENTS, capacity_table
+        from jaxllm.plan.formulas.device_work import leaves_of
         from jaxllm.plan.formulas.tier_bytes import TierBytes
         from jaxllm.plan.hardware import Cluster
         from jaxllm.plan.layout_search import memory_limit
-        from jaxllm.plan.scaling_laws import count_parameters
 
         cluster = Cluster.parse(on, table.TABLE if hardware is None else table.read(hardware))
         device = size_of("--within", within) if within else memory_limit(cluster)
@@ -66,8 +67,12 @@ def plan_capacity(argv: list[str]) -> int:
                     f"{config.name} says where its states are (host, disk.directory), which the table has all places "
                     "of; leave it out."
                 )
+            if any(word.partition("=")[0] == "--model.remat" for word in settings):
+                raise UsageError(
+                    "--model.remat: the table has the remat that saves least, full, and offload:0; leave it out."
+                )
             rows = capacity_table(config, cluster, available)
-            billions = count_parameters(config.model)[0] / 1e9
+            billions = sum(math.prod(leaf.shape) for leaf in leaves_of(config.model)) / 1e9
             print(
                 ("\n" if number else "")
                 + f"{config.name}: {billions:.3g} B parameters, mesh {config.mesh} on {cluster.name}, "
