@@ -43,7 +43,7 @@ def budget_of(within: str, host: str | None) -> MemoryBudget:
     Raises:
         UsageError: one is not a size.
     """
-    return MemoryBudget(_size("--within", within), None if host is None else _size("--host", host))
+    return MemoryBudget(size_of("--within", within), None if host is None else size_of("--host", host))
 
 
 def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
@@ -74,7 +74,7 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     if within is None and not fit:
         settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
         return [*rest, *settings], None
-    budget = MemoryBudget(None, None if host is None else _size("--host", host))
+    budget = MemoryBudget(None, None if host is None else size_of("--host", host))
     return rest, (budget if within is None else budget_of(within, host))._replace(disk=disk)
 
 
@@ -252,10 +252,15 @@ def _disk(text: str) -> tuple[str, int]:
     directory, _, size = text.rpartition(":")
     if not directory:
         raise UsageError(f"--disk {text}: give DIR:SIZE, such as /mnt/nvme:200GiB.")
-    return directory, _size("--disk", size)
+    return directory, size_of("--disk", size)
 
 
-def _size(name: str, text: str) -> int:
+def size_of(name: str, text: str) -> int:
+    """Bytes of a size such as 14GiB, of the option ``name``.
+
+    Raises:
+        UsageError: it is not one.
+    """
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([GMT])iB)?", text, re.IGNORECASE)
     if number is None or float(number[1]) == 0:
         raise UsageError(f"{name} {text}: give a size, such as 14GiB or 800MiB; a number alone is in GiB.")

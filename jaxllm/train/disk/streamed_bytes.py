@@ -101,22 +101,54 @@ def device_peak(programs: StreamedPrograms, of: StreamedModel, files: StateFiles
         of: model and state, with the files of the parameters.
         files: of the optimizer state.
     """
-    running, count = IN_FLIGHT + 1, len(of.params.units)
     params = {s: shard_bytes(of.params.abstract_rows(s)) for s in of.segments}
-    states = {s: shard_bytes(files.abstract_rows(s)) for s in of.segments}
     ends = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in of.params.kept_of(of.abstract.params)
     )
     each: list[Any] = [programs.split, programs.embed, programs.head, programs.lookup, programs.ends, programs.finish]
     each += [*programs.forward.values(), *programs.backward.values(), *programs.update.values()]
+    return peak_of_layers(
+        [LayerBytes(params[s], shard_bytes(files.abstract_rows(s))) for s in of.segments],
+        len(of.params.units),
+        of.params.window,
+        LayerBytes(ends, shard_bytes(files.abstract_rows(""))),
+        programs.embed.memory_analysis().output_size_in_bytes,
+        max(one.memory_analysis().temp_size_in_bytes for one in each),
+    )
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of a layer, or of what is outside of layers, on a device.
+
+    Attributes:
+        parameters, state: of its parameters, and of their optimizer state.
+    """
+
+    parameters: int
+    state: int
+
+
+def peak_of_layers(
+    layers: Sequence[LayerBytes], count: int, window: int, ends: LayerBytes, hidden: int, temporaries: int
+) -> DevicePeak:
+    """Most bytes of a device, by the bytes of layers; see ``device_peak``.
+
+    Args:
+        layers: of each kind of layer.
+        count: number of layers.
+        window: layers in the host's memory.
+        ends: of what is outside of layers.
+        hidden: bytes of a micro-batch's hidden state.
+        temporaries: of the largest program.
+    """
+    running = IN_FLIGHT + 1
     # A program has a hidden state or its gradient as argument and as result; one more is copied to or from the host.
-    hidden = programs.embed.memory_analysis().output_size_in_bytes
     return DevicePeak(
-        ends=2 * ends,
-        layers=min(running, count) * max(2 * params[s] + states[s] for s in of.segments),
-        leaving=min(of.params.window, count) * max(params[s] + states[s] for s in of.segments),
-        ends_state=2 * shard_bytes(files.abstract_rows("")),
+        ends=2 * ends.parameters,
+        layers=min(running, count) * max(2 * one.parameters + one.state for one in layers),
+        leaving=min(window, count) * max(one.parameters + one.state for one in layers),
+        ends_state=2 * ends.state,
         hidden=4 * running * hidden,
-        temporaries=max(one.memory_analysis().temp_size_in_bytes for one in each),
+        temporaries=temporaries,
     )

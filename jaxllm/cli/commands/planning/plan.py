@@ -33,6 +33,10 @@ def plan(argv: list[str]) -> int:
         from jaxllm.cli.commands.planning.plan_serving import plan_serving
 
         return plan_serving([word for word in argv if word != "--serve"])
+    if "--capacity" in argv:
+        from jaxllm.cli.commands.planning.plan_capacity import plan_capacity
+
+        return plan_capacity([word for word in argv if word != "--capacity"])
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -53,7 +57,9 @@ def plan(argv: list[str]) -> int:
 
         Any setting of the run can follow, as for `jaxllm train`: --model.layers, --data.seq-len, --data.batch-size,
         ... The exit status is 1 if no layout fits into device memory. `jaxllm plan MODEL --serve` plans the serving of
-        a model instead, and has options of its own: `jaxllm plan --serve --help`.
+        a model instead, and has options of its own: `jaxllm plan --serve --help`. So has `jaxllm plan RECIPE
+        --capacity`: which places for parameters, optimizer state and activations fit, on the device, in its host's
+        memory or on disk.
 
         Args:
             recipe: name of the recipe, or FILE.py:FUNCTION.
