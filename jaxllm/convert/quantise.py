@@ -113,7 +113,13 @@ class _Quantiser:
         table = family(source.source).table
         self.found, self.carried = match_tensors(table, source.config, leaves, source.tensors)
         self.by_leaf = sources_by_leaf(self.found, source.tensors)
-        self.contracted = {path: count for path, count in leaves_by_path(self.model.contracted()).items() if count}
+        self.contracted = {
+            path: count
+            for path, count in leaves_by_path(self.model.contracted()).items()
+            if count and (not config.only or self._experts(path))
+        }
+        if not self.contracted:
+            raise HubError("experts alone are to be quantised, and the model has none; leave --only out.")
         for path in self.contracted:
             _, part = self.by_leaf[path][0]
             if len(part.piece.groups) != 2 or part.piece.groups[1] != tuple(range(self._inner(path))) or part.step != 1:
@@ -386,7 +392,12 @@ class _Quantiser:
             for part in tensor.parts[:1]
             if part.at and (part.path, part.at[0]) in self.bits
         }
-        return self.config.entry(sorted(linear), bits)
+        kept = {
+            name.removesuffix(".weight")
+            for name, tensor in self.found.items()
+            if self.config.only and not all(part.path in self.contracted for part in tensor.parts)
+        }
+        return self.config.entry(sorted(linear), bits, sorted(kept & linear))
 
     def _write(self) -> None:
         """The finished model."""

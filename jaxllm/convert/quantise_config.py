@@ -45,6 +45,7 @@ class QuantiseConfig:
             and so does llm_int8 (bitsandbytes).
         activations: "int8": matmuls round activations to int8; "outliers": all but outlier inputs (LLM.int8()).
         budget: mean of bits over weights, which are given to layers by their errors; 0: all have ``bits``.
+        only: "experts": the matrices of a mixture's experts alone (MoQE, arXiv:2310.02410); "": all matrices of blocks.
     """
 
     method: str = "gptq"
@@ -57,6 +58,7 @@ class QuantiseConfig:
     layout: str = METHOD
     activations: str = ""
     budget: float = 0
+    only: str = ""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -68,6 +70,13 @@ class QuantiseConfig:
 
         self._check_layout()
         self._check_activations()
+        if self.only not in ("", "experts"):
+            raise HubError(f"only = {self.only!r}: give experts, or nothing for all matrices of blocks.")
+        if self.only and (self.codebook or self.layout != METHOD or METHODS[self.method].smooths):
+            raise HubError(
+                f"experts alone: legal are integer codes, the layout {METHOD}, and methods that leave other weights as "
+                f"they are: {', '.join(name for name, row in METHODS.items() if not row.smooths)}."
+            )
         if self.budget and (self.codebook or self.activations or self.layout != METHOD or self.budget < 2):
             raise HubError(
                 f"a budget of {self.budget:g} bits: legal are 2 or more, with integer codes, activations as they are, "
@@ -156,12 +165,15 @@ class QuantiseConfig:
         """Values that files have in place of packed codes: "fp8", "mxfp4", "int8" (w8a8), or none."""
         return "int8" if self.activations and self.bits == 8 and not self.group else self.codebook
 
-    def entry(self, linears: Sequence[str], bits: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def entry(
+        self, linears: Sequence[str], bits: Mapping[str, int] | None = None, kept: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """``quantization_config`` of ``config.json``.
 
         Args:
             linears: names of all linear layers.
             bits: bits of layers that were given their own, by name.
+            kept: linear layers of blocks that are not quantised.
         """
         group = self.inputs_of_group
         if self.is_lookup:
@@ -172,7 +184,7 @@ class QuantiseConfig:
                 own = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None}
             return {"quant_method": self.layout, "bits": self.bits, "group_size": group or -1, **own}
         ignore = [n for n in linears if n == "lm_head" or n.endswith(("router", "mlp.gate", "moe.gate"))]
-        ignore = [*ignore, *(["lm_head"] * ("lm_head" not in ignore))]
+        ignore = [*ignore, *(["lm_head"] * ("lm_head" not in ignore)), *(n for n in kept if n not in ignore)]
         if self.activations == "outliers":
             return int8_entry(ignore)
         scheme = IntScheme(self.bits, group, not self.stores_zeros, activations=bool(self.activations))

@@ -105,7 +105,7 @@ def generate(argv: list[str]) -> int:
                 their own.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; auto: packed
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
-                that format after loading.
+                that format after loading; experts_int2: those of experts alone (docs/serve/quantise.md).
             mesh: device mesh, such as tensor=4; one device by default.
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool

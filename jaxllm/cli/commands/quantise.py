@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,6 +28,7 @@ def quantise(argv: list[str]) -> int:
         length: int = 512,
         layout: str = "compressed-tensors",
         bits_budget: float = 0,
+        only: Literal["experts"] | None = None,
         evaluate: tuple[Path, ...] = (),
     ) -> int:
         """Rounds the matrices of a model's blocks, a block at a time, and writes it as other libraries read it.
@@ -53,6 +54,7 @@ def quantise(argv: list[str]) -> int:
             layout: compressed-tensors, gptq or awq: how the files have the codes.
             bits_budget: mean of bits over weights, in place of the bits of --format: layers have 2 to 8 bits, more
                 where these lower the error most. The text goes through the model twice.
+            only: experts: the matrices of a mixture's experts, and nothing else; they lose least from few bits.
             evaluate: text files; the loss on their first rows is printed, before and after. They should not be those
                 of --calibrate.
         """
@@ -78,6 +80,7 @@ def quantise(argv: list[str]) -> int:
             layout,
             form.activations,
             bits_budget,
+            only or "",
         )
         if METHODS[method].calibrates and not calibrate:
             raise UsageError(f"--method {method} wants text: give files with --calibrate, or choose rtn or hqq.")
