@@ -24,7 +24,7 @@ from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.hub.sampling_defaults import SamplingDefaults
 from jaxllm.models import Functional, functional, unstack_layers
-from jaxllm.quant import is_packing, pack_params, packing_names
+from jaxllm.quant import is_packing, pack_params, packing_choices, packing_names
 from jaxllm.text import ChatTemplate, Tokenizer
 from pallas_kernels._compat import target_device
 from pallas_kernels._dispatch import may_be_default
@@ -114,7 +114,8 @@ def load_model(
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
     known = ("auto", "plain", "packed", *packing_names())
     if weights not in known:
-        raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+        legal = ", ".join(("auto", "plain", "packed", *packing_choices()))
+        raise HubError(f"weights = {weights!r}: give one of {legal}.{closest(weights, known)}")
     if weights == "auto":
         weights = "packed" if mesh.size == 1 and _packed_is_fast(path) else "plain"
     loaded = _load(path, mesh, step, dtype, "packed" if weights == "packed" else "plain", ema, progress)

@@ -20,11 +20,19 @@ from jaxllm.hub.float_codes import value_tensors
 from jaxllm.hub.gptq_awq import GPTQ_BITS, awq_tensors, gptq_tensors
 from jaxllm.hub.lookup_codes import lookup_entry, lookup_tensors
 from jaxllm.quant.codebooks import CodebookGrid
-from jaxllm.quant.grids import IntGrid
+from jaxllm.quant.grids import IntGrid, TernaryGrid
 from jaxllm.quant.lookup_tables import TABLES, LearnedScaleGrid
 from jaxllm.quant.methods.rounding_table import METHODS
 
-CODEBOOK_BITS = {"fp8": 8, "mxfp4": 4, "nf4": 4, **{name: CodebookGrid(table).bits for name, table in TABLES.items()}}
+TERNARY = "ternary"
+"""Codebook of -1, 0 and 1, which files have as integers of 2 bits."""
+CODEBOOK_BITS = {
+    "fp8": 8,
+    "mxfp4": 4,
+    "nf4": 4,
+    TERNARY: 2,
+    **{name: CodebookGrid(table).bits for name, table in TABLES.items()},
+}
 """Codebooks that files can have, and the bits of their codes."""
 
 
@@ -72,7 +80,7 @@ class QuantiseConfig:
         self._check_activations()
         if self.only not in ("", "experts"):
             raise HubError(f"only = {self.only!r}: give experts, or nothing for all matrices of blocks.")
-        if self.only and (self.codebook or self.layout != METHOD or METHODS[self.method].smooths):
+        if self.only and (self.codebook not in ("", TERNARY) or self.layout != METHOD or METHODS[self.method].smooths):
             raise HubError(
                 f"experts alone: legal are integer codes, the layout {METHOD}, and methods that leave other weights as "
                 f"they are: {', '.join(name for name, row in METHODS.items() if not row.smooths)}."
@@ -98,6 +106,10 @@ class QuantiseConfig:
     def _check_layout(self) -> None:
         if self.codebook not in ("", *CODEBOOK_BITS):
             raise HubError(f"codebook {self.codebook!r}: give one of {', '.join(CODEBOOK_BITS)}, or none.")
+        if self.codebook == TERNARY and (self.bits, self.group, self.symmetric) not in ((2, 0, None), (2, 0, True)):
+            raise HubError(
+                "ternary codes have 2 bits, and one scale for all inputs of an output: give bits 2, group 0."
+            )
         if self.method.endswith("learned_scales") and (self.codebook == "mxfp4" or self.symmetric is False):
             raise HubError(f"{self.method} wants free scales and no zero points: lut4, lut3, nf4, fp8 or int4_sym.")
         if self.codebook and self.method == "hqq":
@@ -115,6 +127,8 @@ class QuantiseConfig:
 
     def grid(self, scale_dtype: str, bits: int | None = None) -> IntGrid | CodebookGrid:
         """Grid of the codes, whose scales are stored in a dtype; ``bits`` in place of the config's."""
+        if self.codebook == TERNARY:
+            return TernaryGrid(scale_dtype=scale_dtype)
         if self.codebook in TABLES:
             return LearnedScaleGrid(TABLES[self.codebook], scale_dtype)
         if self.codebook:
@@ -163,6 +177,8 @@ class QuantiseConfig:
     @property
     def values(self) -> str:
         """Values that files have in place of packed codes: "fp8", "mxfp4", "int8" (w8a8), or none."""
+        if self.codebook == TERNARY:
+            return ""
         return "int8" if self.activations and self.bits == 8 and not self.group else self.codebook
 
     def entry(

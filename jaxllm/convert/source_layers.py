@@ -26,7 +26,7 @@ from jaxllm.hub.huggingface import (
 )
 from jaxllm.hub.packed_weights import in_common_formats, packed_leaf_paths, place_packed
 from jaxllm.models import functional
-from jaxllm.quant import is_packing, packing_names
+from jaxllm.quant import is_packing, packing_choices, packing_names
 from jaxllm.quant.packing import pack_repeat, pack_vocabulary
 
 
@@ -52,7 +52,8 @@ class SourceLayers:
     def __init__(self, path: Path, dtype: str = "float32", weights: str = "plain"):
         known = ("plain", "packed", *packing_names())
         if weights not in known:
-            raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+            legal = ", ".join(("plain", "packed", *packing_choices()))
+            raise HubError(f"weights = {weights!r}: give one of {legal}.{closest(weights, known)}")
         self.source, self.weights = open_source(path), weights
         config = replace(self.source.config, param_dtype=dtype, dtype=dtype)  # type: ignore[arg-type]
         self.model = functional(config)

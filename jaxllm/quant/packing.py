@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 import sharding
 from jaxllm.models import Functional
-from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed, scale_spec
+from jaxllm.models.packed_weight import HostPackedFormat, PackedWeight, WeightFormat, is_packed, scale_spec
 from jaxllm.quant.formats.format_table import EXPERTS_ONLY, VOCABULARY_FORMAT, Packing, packing
 
 
@@ -81,6 +81,12 @@ def _pack(make: Callable[[int], WeightFormat], path: str, weight: Any, axis: int
 
 def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:
     """A dense weight packed in a format, shard by shard; raises ValueError where it does not fit."""
+    if isinstance(form, HostPackedFormat):
+        values, scales, made = form.pack_on_host(weight)
+        where = weight.sharding
+        if isinstance(where, jax.NamedSharding):
+            where = jax.NamedSharding(where.mesh, jax.P())
+        return PackedWeight(jax.device_put(values, where), jax.device_put(scales, where), made)
     values, scales = _packed(form, weight)
     return PackedWeight(values, scales, form)
 

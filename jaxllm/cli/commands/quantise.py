@@ -45,7 +45,9 @@ def quantise(argv: list[str]) -> int:
                 e4m3 with a scale for every row; mxfp4: e2m1 with a power of two for every 32 inputs. lut4, lut3:
                 levels of NormalFloat in 4 or 3 bits with learned scales, of 64 inputs or as _g says; nf4: with scales
                 from the largest magnitude. w8a8, w4a8_g128: integers of 8 or 4 bits whose matmuls round activations to
-                int8; llm_int8: w8a8 whose outlier inputs stay in the compute dtype.
+                int8; llm_int8: w8a8 whose outlier inputs stay in the compute dtype. ternary: -1, 0 and 1 times the
+                largest magnitude of a row; with --only experts they are served in less than a bit
+                (--weights experts_ternary).
             method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, gptq_learned_scales, learned_scales, awq,
                 smoothquant or smoothquant_bias. The first two need no text.
             calibrate: text files whose tokens go through the model.

@@ -12,6 +12,7 @@ from jaxllm.quant.formats.int8_activations import Int8Activations
 from jaxllm.quant.formats.mxfp4 import MXFP4
 from jaxllm.quant.formats.nf4 import NF4
 from jaxllm.quant.formats.outlier_columns import OutlierColumns
+from jaxllm.quant.formats.ternary_dictionary import TernaryDictionary
 from jaxllm.quant.grids import IntGrid
 from jaxllm.quant.lookup_tables import TABLES, LearnedScaleGrid
 
@@ -35,6 +36,9 @@ VOCABULARY_FORMAT = CodeGroups(IntGrid(8), None, -1)
 """Format of the embedding and the head of a model that is rounded to any of these: int8 with a scale for each token's
 row. Errors of the head are errors of the logits, and an embedding is looked up from one row."""
 
+EXPERT_FORMATS: dict[str, Callable[[int], WeightFormat]] = {"ternary": lambda axis: TernaryDictionary()}
+"""Formats of the matrices of experts and of no others."""
+
 EXPERTS_ONLY = "experts_"
 """Beginning of the names of formats that only the experts of a mixture are packed in (MoQE, arXiv:2310.02410)."""
 
@@ -43,7 +47,7 @@ class Packing(NamedTuple):
     """What a name of ``--weights`` packs.
 
     Attributes:
-        make: the format, for the last dimension that is summed over; a row of ``WEIGHT_FORMATS``.
+        make: the format, for the last dimension that is summed over.
         experts_only: the experts' matrices alone; else all matrices, embedding and head.
     """
 
@@ -57,12 +61,17 @@ class Packing(NamedTuple):
 
 def is_packing(name: str) -> bool:
     """Whether a name is a row of ``WEIGHT_FORMATS``, or one of experts alone: ``experts_int2``."""
-    return name.removeprefix(EXPERTS_ONLY) in WEIGHT_FORMATS
+    return name in packing_names()
 
 
 def packing_names() -> list[str]:
     """Names that ``packing`` takes."""
-    return [*WEIGHT_FORMATS, *(EXPERTS_ONLY + name for name in WEIGHT_FORMATS)]
+    return [*WEIGHT_FORMATS, *(EXPERTS_ONLY + name for name in (*WEIGHT_FORMATS, *EXPERT_FORMATS))]
+
+
+def packing_choices() -> list[str]:
+    """The same for people, with one name for the formats that experts alone can have too."""
+    return [f"{EXPERTS_ONLY}FORMAT", *(EXPERTS_ONLY + name for name in EXPERT_FORMATS), *WEIGHT_FORMATS]
 
 
 def packing(name: str) -> Packing:
@@ -72,9 +81,8 @@ def packing(name: str) -> Packing:
         ValueError: there is no such name; lists those that there are.
     """
     if not is_packing(name):
-        rows = ", ".join(WEIGHT_FORMATS)
-        raise ValueError(
-            f"weight format {name!r}: give one of {rows}, or {EXPERTS_ONLY} and one of them, for experts alone."
-            f"{closest(name, packing_names())}"
-        )
-    return Packing(WEIGHT_FORMATS[name.removeprefix(EXPERTS_ONLY)], name.startswith(EXPERTS_ONLY))
+        legal = ", ".join(packing_choices())
+        raise ValueError(f"weight format {name!r}: give one of {legal}.{closest(name, packing_names())}")
+    if name in WEIGHT_FORMATS:
+        return Packing(WEIGHT_FORMATS[name], experts_only=False)
+    return Packing((WEIGHT_FORMATS | EXPERT_FORMATS)[name.removeprefix(EXPERTS_ONLY)], experts_only=True)

@@ -62,7 +62,7 @@ def held_out(rows: int, length: int) -> Int[np.ndarray, "R L"]:
 
 def held_out_loss(model: Functional, rows: int = 256, length: int = 65) -> Callable[[Any], float]:
     """Mean negative log-likelihood of held-out bytes, in nats, as a function of parameters."""
-    text = held_out(rows, length)
+    text = jnp.asarray(held_out(rows, length))
 
     @quick.jit
     def loss(params: Any) -> Any:
