@@ -109,7 +109,13 @@ def _packed_rows(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
 
 
 def packed_shapes(model: Functional, name: str) -> Any:
-    """Abstract packed parameters of a model: shapes and dtypes, nothing allocated."""
+    """Abstract packed parameters of a model: shapes and dtypes, nothing allocated.
+
+    Raises:
+        ValueError: see ``pack_params``; or a format whose sizes depend on the weights.
+    """
+    if isinstance(packing(name).make(-2), HostPackedFormat):
+        raise ValueError(f"weight format {name!r}: its sizes depend on the weights, and there are none here.")
     return jax.eval_shape(lambda params: pack_params(model, params, name), model.abstract())
 
 

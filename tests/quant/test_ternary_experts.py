@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 
 from jaxllm.convert.quantise import QuantiseConfig, quantise
+from jaxllm.convert.source_layers import SourceLayers
 from jaxllm.hub import HubError, load_hf, open_source
+from jaxllm.infer.streaming.layer_store import WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.models import functional
 from jaxllm.models.packed_weight import PackedWeight
-from jaxllm.quant import pack_params
+from jaxllm.quant import pack_params, packed_shapes
 from jaxllm.quant.formats.format_names import parse_format
 from jaxllm.quant.formats.ternary_dictionary import TernaryDictionary
 from jaxllm.quant.packing import packed_weight
@@ -135,8 +137,24 @@ def test_files_are_served_as_they_are(mixture, tmp_path):  # noqa: F811
     np.testing.assert_allclose(logits(packed), logits(plain), rtol=0, atol=1e-5)
     with pytest.raises(HubError, match="have another size in each layer, and go with experts in slots alone"):
         open_streamed(tmp_path / "out", OffloadBudget.parse("window=1"), weights="experts_ternary")
+    with pytest.raises(ValueError, match="'experts_ternary': its sizes depend on the weights"):
+        packed_shapes(functional(plain.config), "experts_ternary")
     with pytest.raises(HubError, match="give bits 2, group 0"):
         QuantiseConfig("rtn", 2, 16, codebook="ternary")
+
+
+def test_layers_read_one_by_one_have_one_size(mixture):  # noqa: F811
+    """What ``--offload experts=N`` holds on the host: codes padded to the longest, of the ternary matrices."""
+    layers = SourceLayers(mixture, weights="experts_ternary")
+    placed = WithoutExperts(layers, units_of(layers.model.config.segments))
+    whole = by_path(load_hf(mixture).params)
+    for (unit, block), own in placed.experts.items():
+        assert own.whole == next(iter(placed.experts.values())).whole
+        for number, expert in enumerate(own.each):
+            for name, weight in expert.items():
+                matrix = whole[f"segments/{unit.segment}/{block}/mlp/experts/{name}"][unit.repeat, number]
+                dense = jax.tree.map(jnp.asarray, weight).dense(jnp.float32)
+                np.testing.assert_array_equal(dense[0], ternary(np.asarray(matrix)))
 
 
 @pytest.mark.parametrize("slots", [1, 3])
