@@ -24,7 +24,7 @@ from jaxllm.hub.huggingface import Progress
 from jaxllm.hub.packed_weights import PackedOrPlain
 from jaxllm.hub.sampling_defaults import SamplingDefaults
 from jaxllm.models import Functional, functional, unstack_layers
-from jaxllm.quant import WEIGHT_FORMATS, pack_params
+from jaxllm.quant import is_packing, pack_params, packing_choices, packing_names
 from jaxllm.text import ChatTemplate, Tokenizer
 from pallas_kernels._compat import target_device
 from pallas_kernels._dispatch import may_be_default
@@ -98,7 +98,8 @@ def load_model(
             (``models.unstack_layers``), with which a decode step reads each weight once and an engine compiles longer.
         weights: "packed": quantised experts (block-FP8, MXFP4) stay as they are stored and are dequantised where they
             are multiplied, to serve a model on devices that have no room for it in ``dtype``; a row of
-            ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading;
+            ``jaxllm.quant.WEIGHT_FORMATS`` ("mxfp4"): the matrices of blocks are rounded to that format after loading,
+            or those of experts alone ("experts_int4");
             "auto": "packed" for a GGUF where the kernel for CPUs multiplies such weights, else "plain".
         ema: load the average of a run's parameters (``RunConfig.ema``) in their place, in their dtype.
         progress: called for every parameter of another library's model.
@@ -111,14 +112,15 @@ def load_model(
     """
     path = find_model(name)
     mesh = mesh or sharding.MeshSpec.parse("dp").build(jax.devices()[:1])
-    known = ("auto", "plain", "packed", *WEIGHT_FORMATS)
+    known = ("auto", "plain", "packed", *packing_names())
     if weights not in known:
-        raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+        legal = ", ".join(("auto", "plain", "packed", *packing_choices()))
+        raise HubError(f"weights = {weights!r}: give one of {legal}.{closest(weights, known)}")
     if weights == "auto":
         weights = "packed" if mesh.size == 1 and _packed_is_fast(path) else "plain"
     loaded = _load(path, mesh, step, dtype, "packed" if weights == "packed" else "plain", ema, progress)
     loaded = replace(loaded, path=path)
-    if weights in WEIGHT_FORMATS:
+    if is_packing(weights):
         with jax.set_mesh(mesh):
             try:
                 loaded = replace(loaded, params=pack_params(loaded.model, loaded.params, weights))

@@ -34,7 +34,7 @@ from jaxllm.hub.huggingface import leaves_by_path, match_tensors, sources_by_lea
 from jaxllm.hub.model_source import ModelSource
 from jaxllm.hub.weight_mapping import HFTensor, TensorPart
 from jaxllm.models import BlockConfig, functional
-from jaxllm.quant.bit_allocation import BUDGET_BITS, LayerErrors, bits_of_matrices
+from jaxllm.quant.bit_allocation import BUDGET_BITS, Key, LayerErrors, bits_of_matrices
 from jaxllm.quant.grids import GridParams
 from jaxllm.quant.input_statistics import BlockRecorder, CalibrationError, InputStatistics, calibration_rows, leaf_path
 from jaxllm.quant.methods.nearest import round_to_nearest, spread
@@ -52,7 +52,7 @@ class MatrixReport(NamedTuple):
         error: squared error of its results over their squares, for the calibration rows; of its values without rows.
         nearest: the same, rounded to the nearest.
         remark: what there is to say.
-        bits: bits of its codes.
+        bits: bits of its codes; of experts with bits of their own the most.
     """
 
     name: str
@@ -107,13 +107,19 @@ class _Quantiser:
         dtype = "float32" if source.format == "gguf" else _stored_dtype(source)
         scale_dtype = dtype if config.layout == METHOD else "float16"
         self.dtype, self.scale_dtype = dtype, config.scale_dtype(scale_dtype)
-        self.bits: dict[tuple[str, int], int] = {}
+        self.bits: dict[Key, int] = {}
         self.group = config.inputs_of_group
         leaves = leaves_by_path(self.model.abstract())
         table = family(source.source).table
         self.found, self.carried = match_tensors(table, source.config, leaves, source.tensors)
         self.by_leaf = sources_by_leaf(self.found, source.tensors)
-        self.contracted = {path: count for path, count in leaves_by_path(self.model.contracted()).items() if count}
+        self.contracted = {
+            path: count
+            for path, count in leaves_by_path(self.model.contracted()).items()
+            if count and (not config.only or self._experts(path))
+        }
+        if not self.contracted:
+            raise HubError("experts alone are to be quantised, and the model has none; leave --only out.")
         for path in self.contracted:
             _, part = self.by_leaf[path][0]
             if len(part.piece.groups) != 2 or part.piece.groups[1] != tuple(range(self._inner(path))) or part.step != 1:
@@ -243,9 +249,12 @@ class _Quantiser:
         self, path: str, weight: Any, seen: InputStatistics | None, row: int
     ) -> tuple[Any, list[tuple[np.ndarray, GridParams]], MatrixReport]:
         """(values that the codes stand for, codes and parameters of each expert or of the one matrix, report)."""
-        inputs, matrices, grid = self._inputs(path), self._matrices(path, weight), self._grid(path, row)
-        out, chosen, errors, remarks = [], [], np.zeros(3), []
-        for e, matrix in enumerate(matrices):
+        inputs, matrices = self._inputs(path), self._matrices(path, weight)
+        grids = [self._grid(path, row, e) for e in range(len(matrices))]
+        bits = [grid.bits for grid in grids]
+        remarks = [f"experts in {', '.join(map(str, bits))} bits"] if len(set(bits)) > 1 else []
+        out, chosen, errors = [], [], np.zeros(3)
+        for e, (matrix, grid) in enumerate(zip(matrices, grids, strict=True)):
             gram = None if seen is None else seen.gram[e] if self._experts(path) else seen.gram
             if gram is not None and not bool(jnp.isfinite(gram).all()):
                 raise CalibrationError(
@@ -266,7 +275,7 @@ class _Quantiser:
             out.append(dense)
             chosen.append((np.asarray(codes), jax.tree.map(np.asarray, params)))
         whole = max(errors[2], np.finfo(np.float64).tiny)
-        report = MatrixReport(f"{path}[{row}]", errors[0] / whole, errors[1] / whole, "; ".join(remarks), grid.bits)
+        report = MatrixReport(f"{path}[{row}]", errors[0] / whole, errors[1] / whole, "; ".join(remarks), max(bits))
         return jnp.stack(out).reshape(weight.shape), chosen, report
 
     def _smooth(
@@ -293,9 +302,13 @@ class _Quantiser:
         codes, params = round_to_nearest(matrix, grid, self.group)
         return grid.decode(codes, spread(params, self.group or matrix.shape[0], matrix.shape[0]))
 
-    def _grid(self, path: str, row: int, bits: int | None = None) -> Any:
+    def _grid(self, path: str, row: int, expert: int = 0, bits: int | None = None) -> Any:
         """Grid of the codes of a matrix, in the bits that it was given or in others."""
-        return self.config.grid(self.scale_dtype, bits or self.bits.get((path, row)))
+        return self.config.grid(self.scale_dtype, bits or self.bits.get(self._key(path, row, expert)))
+
+    def _key(self, path: str, row: int, expert: int) -> Key:
+        """What has bits of its own: a matrix of a layer; with experts alone that of each expert (EdgeMoE)."""
+        return (path, row, expert) if self.config.only else (path, row)
 
     def _allocate(self, recorder: BlockRecorder) -> None:
         """Gives every matrix its bits, by the errors of rounding to the nearest.
@@ -305,7 +318,7 @@ class _Quantiser:
         file = self.work / BITS
         if not file.exists():
             hidden = None if self.tokens is None else recorder.embed(self._ends(), self.tokens)
-            found: dict[tuple[str, int], LayerErrors] = {}
+            found: dict[Key, LayerErrors] = {}
             first = 0
             for s, (group, repeats) in enumerate(self.source.config.segments):
                 for row in range(repeats):
@@ -315,28 +328,43 @@ class _Quantiser:
                     for path, weight in leaves_by_path(params).items():
                         whole = f"segments/{s}/{path}"
                         if whole in self.contracted:
-                            found[whole, row] = self._errors_by_bits(whole, weight, seen.get(path), row)
+                            found |= self._errors_by_bits(whole, weight, seen.get(path), row)
                     first += len(group)
-            together = [[(part.path, part.at[0]) for part in t.parts if part.at] for t in self.found.values()]
-            rows = [[*key, n] for key, n in bits_of_matrices(found, together, self.config.budget).items()]
+            experts: dict[tuple[Any, ...], list[Key]] = {}
+            for key in found if self.config.only else ():
+                experts.setdefault((str(key[0]).rpartition("/")[0], *key[1:]), []).append(key)
+            together = [[self._key_of(part) for part in t.parts if part.at] for t in self.found.values()]
+            rows = [
+                [*key, n]
+                for key, n in bits_of_matrices(found, [*together, *experts.values()], self.config.budget).items()
+            ]
             write_json(file, rows)
-        self.bits = {(path, row): n for path, row, n in json.loads(file.read_text())}
+        self.bits = {tuple(key): n for *key, n in json.loads(file.read_text())}
 
-    def _errors_by_bits(self, path: str, weight: Any, seen: InputStatistics | None, row: int) -> LayerErrors:
+    def _key_of(self, part: TensorPart) -> Key:
+        """Key of the matrix that a part of a file's tensor is; of a tensor of all experts that of the first."""
+        return self._key(part.path, part.at[0], part.at[1] if len(part.at) > 1 else 0)
+
+    def _errors_by_bits(self, path: str, weight: Any, seen: InputStatistics | None, row: int) -> dict[Key, LayerErrors]:
+        """Errors of a matrix, over the squares of its results; of experts with bits of their own by expert.
+
+        The errors of each expert count as often as tokens were routed to it.
+        """
         matrices = self._matrices(path, weight)
         grams = [
             None if seen is None else seen.gram[e] if self._experts(path) else seen.gram for e in range(len(matrices))
         ]
         whole = sum(float(_squared(m, g)) for m, g in zip(matrices, grams, strict=True))
-        error = {
-            n: sum(
-                float(_squared(m - self._nearest(m, self._grid(path, row, n)), g))
-                for m, g in zip(matrices, grams, strict=True)
-            )
-            / max(whole, np.finfo(np.float64).tiny)
-            for n in BUDGET_BITS
-        }
-        return LayerErrors(int(weight.size), error)
+        whole = max(whole, np.finfo(np.float64).tiny)
+        found: dict[Key, LayerErrors] = {}
+        for e, (m, g) in enumerate(zip(matrices, grams, strict=True)):
+            own = {
+                n: float(_squared(m - self._nearest(m, self._grid(path, row, bits=n)), g)) / whole for n in BUDGET_BITS
+            }
+            key = self._key(path, row, e)
+            before = found.get(key, LayerErrors(0, dict.fromkeys(BUDGET_BITS, 0.0)))
+            found[key] = LayerErrors(before.weights + int(m.size), {n: before.error[n] + own[n] for n in BUDGET_BITS})
+        return found
 
     def _matrices(self, path: str, weight: Any) -> Any:
         """Matrices [E, I, O] of the experts, or the one."""
@@ -359,7 +387,7 @@ class _Quantiser:
             codes = np.concatenate([codes.T for codes, _ in pieces])
             scale = np.concatenate([params.scale.T for _, params in pieces]).astype(jnp.dtype(self.scale_dtype))
             zero = np.concatenate([params.zero.T for _, params in pieces])
-            return self.config.tensors(name, codes, scale, zero, self.bits.get((parts[0].path, parts[0].at[0])))
+            return self.config.tensors(name, codes, scale, zero, self.bits.get(self._key_of(parts[0])))
         values = [part.piece.to_hf(np.asarray(flat[part.path.removeprefix(prefix)][part.at[1:]])) for part in parts]
         whole = values[0] if len(values) == 1 else np.concatenate(values, parts[0].axis)
         return {name: np.ascontiguousarray(whole).astype(jnp.dtype(self.dtype))}
@@ -381,12 +409,17 @@ class _Quantiser:
     def _entry(self) -> dict[str, Any]:
         linear = {name.removesuffix(".weight") for name in self.source.tensors if name.endswith(".weight")}
         bits = {
-            name.removesuffix(".weight"): self.bits[part.path, part.at[0]]
+            name.removesuffix(".weight"): self.bits[self._key_of(part)]
             for name, tensor in self.found.items()
             for part in tensor.parts[:1]
-            if part.at and (part.path, part.at[0]) in self.bits
+            if part.at and self._key_of(part) in self.bits
         }
-        return self.config.entry(sorted(linear), bits)
+        kept = {
+            name.removesuffix(".weight")
+            for name, tensor in self.found.items()
+            if self.config.only and not all(part.path in self.contracted for part in tensor.parts)
+        }
+        return self.config.entry(sorted(linear), bits, sorted(kept & linear))
 
     def _write(self) -> None:
         """The finished model."""

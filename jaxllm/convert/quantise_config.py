@@ -20,11 +20,19 @@ from jaxllm.hub.float_codes import value_tensors
 from jaxllm.hub.gptq_awq import GPTQ_BITS, awq_tensors, gptq_tensors
 from jaxllm.hub.lookup_codes import lookup_entry, lookup_tensors
 from jaxllm.quant.codebooks import CodebookGrid
-from jaxllm.quant.grids import IntGrid
+from jaxllm.quant.grids import IntGrid, TernaryGrid
 from jaxllm.quant.lookup_tables import TABLES, LearnedScaleGrid
 from jaxllm.quant.methods.rounding_table import METHODS
 
-CODEBOOK_BITS = {"fp8": 8, "mxfp4": 4, "nf4": 4, **{name: CodebookGrid(table).bits for name, table in TABLES.items()}}
+TERNARY = "ternary"
+"""Codebook of -1, 0 and 1, which files have as integers of 2 bits."""
+CODEBOOK_BITS = {
+    "fp8": 8,
+    "mxfp4": 4,
+    "nf4": 4,
+    TERNARY: 2,
+    **{name: CodebookGrid(table).bits for name, table in TABLES.items()},
+}
 """Codebooks that files can have, and the bits of their codes."""
 
 
@@ -45,6 +53,7 @@ class QuantiseConfig:
             and so does llm_int8 (bitsandbytes).
         activations: "int8": matmuls round activations to int8; "outliers": all but outlier inputs (LLM.int8()).
         budget: mean of bits over weights, which are given to layers by their errors; 0: all have ``bits``.
+        only: "experts": the matrices of a mixture's experts alone (MoQE, arXiv:2310.02410); "": all matrices of blocks.
     """
 
     method: str = "gptq"
@@ -57,6 +66,7 @@ class QuantiseConfig:
     layout: str = METHOD
     activations: str = ""
     budget: float = 0
+    only: str = ""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -68,6 +78,13 @@ class QuantiseConfig:
 
         self._check_layout()
         self._check_activations()
+        if self.only not in ("", "experts"):
+            raise HubError(f"only = {self.only!r}: give experts, or nothing for all matrices of blocks.")
+        if self.only and (self.codebook not in ("", TERNARY) or self.layout != METHOD or METHODS[self.method].smooths):
+            raise HubError(
+                f"experts alone: legal are integer codes, the layout {METHOD}, and methods that leave other weights as "
+                f"they are: {', '.join(name for name, row in METHODS.items() if not row.smooths)}."
+            )
         if self.budget and (self.codebook or self.activations or self.layout != METHOD or self.budget < 2):
             raise HubError(
                 f"a budget of {self.budget:g} bits: legal are 2 or more, with integer codes, activations as they are, "
@@ -89,6 +106,10 @@ class QuantiseConfig:
     def _check_layout(self) -> None:
         if self.codebook not in ("", *CODEBOOK_BITS):
             raise HubError(f"codebook {self.codebook!r}: give one of {', '.join(CODEBOOK_BITS)}, or none.")
+        if self.codebook == TERNARY and (self.bits, self.group, self.symmetric) not in ((2, 0, None), (2, 0, True)):
+            raise HubError(
+                "ternary codes have 2 bits, and one scale for all inputs of an output: give bits 2, group 0."
+            )
         if self.method.endswith("learned_scales") and (self.codebook == "mxfp4" or self.symmetric is False):
             raise HubError(f"{self.method} wants free scales and no zero points: lut4, lut3, nf4, fp8 or int4_sym.")
         if self.codebook and self.method == "hqq":
@@ -106,6 +127,8 @@ class QuantiseConfig:
 
     def grid(self, scale_dtype: str, bits: int | None = None) -> IntGrid | CodebookGrid:
         """Grid of the codes, whose scales are stored in a dtype; ``bits`` in place of the config's."""
+        if self.codebook == TERNARY:
+            return TernaryGrid(scale_dtype=scale_dtype)
         if self.codebook in TABLES:
             return LearnedScaleGrid(TABLES[self.codebook], scale_dtype)
         if self.codebook:
@@ -154,14 +177,19 @@ class QuantiseConfig:
     @property
     def values(self) -> str:
         """Values that files have in place of packed codes: "fp8", "mxfp4", "int8" (w8a8), or none."""
+        if self.codebook == TERNARY:
+            return ""
         return "int8" if self.activations and self.bits == 8 and not self.group else self.codebook
 
-    def entry(self, linears: Sequence[str], bits: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def entry(
+        self, linears: Sequence[str], bits: Mapping[str, int] | None = None, kept: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """``quantization_config`` of ``config.json``.
 
         Args:
             linears: names of all linear layers.
             bits: bits of layers that were given their own, by name.
+            kept: linear layers of blocks that are not quantised.
         """
         group = self.inputs_of_group
         if self.is_lookup:
@@ -172,7 +200,7 @@ class QuantiseConfig:
                 own = {"version": "gemm", "zero_point": True, "modules_to_not_convert": None}
             return {"quant_method": self.layout, "bits": self.bits, "group_size": group or -1, **own}
         ignore = [n for n in linears if n == "lm_head" or n.endswith(("router", "mlp.gate", "moe.gate"))]
-        ignore = [*ignore, *(["lm_head"] * ("lm_head" not in ignore))]
+        ignore = [*ignore, *(["lm_head"] * ("lm_head" not in ignore)), *(n for n in kept if n not in ignore)]
         if self.activations == "outliers":
             return int8_entry(ignore)
         scheme = IntScheme(self.bits, group, not self.stores_zeros, activations=bool(self.activations))

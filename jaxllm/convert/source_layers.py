@@ -26,7 +26,7 @@ from jaxllm.hub.huggingface import (
 )
 from jaxllm.hub.packed_weights import in_common_formats, packed_leaf_paths, place_packed
 from jaxllm.models import functional
-from jaxllm.quant import WEIGHT_FORMATS
+from jaxllm.quant import is_packing, packing_choices, packing_names
 from jaxllm.quant.packing import pack_repeat, pack_vocabulary
 
 
@@ -36,7 +36,7 @@ class SourceLayers:
     Args:
         path: a directory with ``config.json`` and safetensors, or a GGUF file.
         dtype: storage and compute dtype.
-        weights: see ``load_model``; rounded after each reading, where it is a row of ``WEIGHT_FORMATS``.
+        weights: see ``load_model``; rounded after each reading, where it is a format, see ``packing``.
 
     Raises:
         HubError: the model cannot be loaded; says why.
@@ -50,9 +50,10 @@ class SourceLayers:
     tier = "source"
 
     def __init__(self, path: Path, dtype: str = "float32", weights: str = "plain"):
-        known = ("plain", "packed", *WEIGHT_FORMATS)
+        known = ("plain", "packed", *packing_names())
         if weights not in known:
-            raise HubError(f"weights = {weights!r}: give one of {', '.join(known)}.{closest(weights, known)}")
+            legal = ", ".join(("plain", "packed", *packing_choices()))
+            raise HubError(f"weights = {weights!r}: give one of {legal}.{closest(weights, known)}")
         self.source, self.weights = open_source(path), weights
         config = replace(self.source.config, param_dtype=dtype, dtype=dtype)  # type: ignore[arg-type]
         self.model = functional(config)
@@ -69,7 +70,7 @@ class SourceLayers:
         found = jax.tree.map_with_path(lambda path, leaf: self._place(_name(path), leaf, None, device), tree)
         release(self.source.tensors.values())
         with jax.set_mesh(_mesh_of(device)):
-            found = pack_vocabulary(self.model, found) if self.weights in WEIGHT_FORMATS else found
+            found = pack_vocabulary(self.model, found, self.weights) if is_packing(self.weights) else found
         return jax.tree.map(lambda x: x.addressable_data(0), found)
 
     def read(self, unit: Any, device: jax.Device) -> Any:
@@ -88,7 +89,7 @@ class SourceLayers:
             return self._place(f"{prefix}/{_name(path)}", shape, unit.repeat, device)
 
         found = jax.tree.map_with_path(place, tree)
-        if self.weights in WEIGHT_FORMATS:
+        if is_packing(self.weights):
             with jax.set_mesh(_mesh_of(device)):
                 try:
                     found = pack_repeat(self.model, unit.segment, found, self.weights)

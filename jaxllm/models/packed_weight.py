@@ -168,6 +168,19 @@ class ActivationFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class HostPackedFormat(Protocol):
+    """Format whose arrays have sizes that depend on the weight's values, so that ``jax.jit`` cannot pack it."""
+
+    def pack_on_host(self, weight: Float[Array, "..."]) -> tuple[np.ndarray, np.ndarray, WeightFormat]:
+        """Values, scales and the format that knows their sizes.
+
+        Raises:
+            ValueError: a weight that does not fit; says why.
+        """
+        ...
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["format"])
 @dataclass(frozen=True)
 class PackedWeight:

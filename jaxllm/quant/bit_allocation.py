@@ -7,13 +7,14 @@ measures a layer's error by the model's results; here it is the error of the lay
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 BUDGET_BITS = (2, 3, 4, 5, 6, 8)
 """Bits that a budget chooses among."""
-Key = tuple[str, int]
-"""Matrix: its path, and the row of its layer."""
+Key = tuple[str | int, ...]
+"""Matrix: its path, the row of its layer, and the number of the expert where experts have bits of their own."""
 
 
 class LayerErrors(NamedTuple):
@@ -52,18 +53,24 @@ def allocate_bits(layers: Sequence[LayerErrors], budget: float) -> list[int]:
 def _with_more(layers: Sequence[LayerErrors], bits: list[int], most: int) -> list[int]:
     """More bits where they lower the error most for what they cost, until none fit."""
     bits, left = list(bits), most - _size(layers, bits)
-    while True:
-        steps = [
-            ((layer.error[have] - layer.error[more]) / (more - have) / layer.weights, i, more)
-            for i, (layer, have) in enumerate(zip(layers, bits, strict=True))
-            for more in layer.error
-            if more > have and (more - have) * layer.weights <= left
-        ]
-        rate, i, more = max(steps, default=(0.0, 0, 0))
-        if rate <= 0:
-            return bits
-        left -= (more - bits[i]) * layers[i].weights
-        bits[i] = more
+
+    def steps(i: int) -> list[tuple[float, int, int, int]]:
+        """Steps of a layer, the best of all layers' first in a heap; a step that does not fit never will."""
+        layer, have = layers[i], bits[i]
+        rates = {n: (layer.error[have] - layer.error[n]) / (n - have) / layer.weights for n in layer.error if n > have}
+        return [(-rate, -i, -more, have) for more, rate in rates.items() if rate > 0]
+
+    heap = [step for i in range(len(layers)) for step in steps(i)]
+    heapq.heapify(heap)
+    while heap:
+        _, i, more, have = heapq.heappop(heap)
+        i, more = -i, -more
+        cost = (more - have) * layers[i].weights
+        if have == bits[i] and cost <= left:
+            left, bits[i] = left - cost, more
+            for step in steps(i):
+                heapq.heappush(heap, step)
+    return bits
 
 
 def _size(layers: Sequence[LayerErrors], bits: Sequence[int]) -> int:
@@ -83,11 +90,14 @@ def bits_of_matrices(
     Args:
         together: matrices that share a tensor of a file, and therefore have the same bits; others are ignored.
     """
-    owner = {key: key for key in errors}
+    owner, members = {key: key for key in errors}, {key: [key] for key in errors}
     for keys in together:
-        mine = [owner[key] for key in keys if key in owner]
-        owner = {key: mine[0] if found in mine[1:] else found for key, found in owner.items()} if mine[1:] else owner
-    units = [[key for key, found in owner.items() if found == unit] for unit in dict.fromkeys(owner.values())]
+        mine = list(dict.fromkeys(owner[key] for key in keys if key in owner))
+        for other in mine[1:]:
+            moved = members.pop(other)
+            members[mine[0]] += moved
+            owner |= dict.fromkeys(moved, mine[0])
+    units = list(members.values())
     layers = [
         LayerErrors(
             sum(errors[key].weights for key in unit),

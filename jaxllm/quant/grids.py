@@ -130,6 +130,35 @@ class IntGrid:
 
 
 @dataclass(frozen=True)
+class TernaryGrid(IntGrid):
+    """-1, 0 and 1 times a group's largest magnitude, in the codes of a symmetric grid of 2 bits.
+
+    What is below half of the largest is 0, which most weights are (QMoE, arXiv:2310.16795, section 3.3, with one
+    magnitude for both signs).
+    """
+
+    bits: int = 2
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return "ternary"
+
+    @property
+    def middle(self) -> int:
+        """Code of 0."""
+        return 2 ** (self.bits - 1)
+
+    def fit(self, group: Float[Array, "... G O"]) -> GridParams:
+        """Parameters of the group; a group of zeros has the scale 1."""
+        return self.params([stored_scale(jnp.max(jnp.abs(group), axis=-2), self.scale_dtype)])
+
+    def encode(self, x: Float[Array, "..."], params: GridParams) -> UInt8[Array, "..."]:
+        """Codes of the nearest values, 1 to 3; half the largest is 0."""
+        return (jnp.clip(jnp.round(x / params.scale), -1, 1) + params.zero).astype(jnp.uint8)
+
+
+@dataclass(frozen=True)
 class MinimumGrid:
     """Equally spaced values above a minimum: ``code * scale + minimum``, as GGML's q4_1 and q5_1 have them.
 

@@ -1,4 +1,4 @@
-"""Packing a model's dense matrices in a weight format, by rounding to the nearest value of the format."""
+"""Packing a model's matrices, or its experts alone, in a weight format, by rounding to the format's nearest values."""
 
 from __future__ import annotations
 
@@ -10,31 +10,40 @@ import jax
 from jaxtyping import Array
 
 import sharding
-from jaxllm.config import closest
 from jaxllm.models import Functional
-from jaxllm.models.packed_weight import PackedWeight, WeightFormat, is_packed, scale_spec
-from jaxllm.quant.formats.format_table import VOCABULARY_FORMAT, WEIGHT_FORMATS
+from jaxllm.models.packed_weight import HostPackedFormat, PackedWeight, WeightFormat, is_packed, scale_spec
+from jaxllm.quant.formats.format_table import EXPERTS_ONLY, VOCABULARY_FORMAT, Packing, packing
 
 
 def pack_params(model: Functional, params: Any, name: str) -> Any:
     """Parameters with every matrix of a block packed in a format, and embedding and head in ``VOCABULARY_FORMAT``.
 
-    Routers, norms, biases and learned positions stay.
+    With a format of experts alone (``experts_int4``) everything else stays. Routers, norms, biases and
+    learned positions always do.
 
     Run it under the mesh of the parameters: packed weights are sharded as the dense ones were.
 
     Args:
-        name: row of ``WEIGHT_FORMATS``.
+        name: see ``packing``.
 
     Raises:
-        ValueError: an unknown format, or a matrix does not fit it; names both.
+        ValueError: an unknown format, a matrix does not fit it, or there are no experts for one of experts alone.
     """
-    make = _row(name)
-    return pack_vocabulary(model, model.map_matrices(params, functools.partial(_pack, make)))
+    chosen = _packing_for(model, name)
+
+    def one(path: str, weight: Any, axis: int) -> Any:
+        return _pack(chosen.make, path, weight, axis) if chosen.packs(path) else weight
+
+    return pack_vocabulary(model, model.map_matrices(params, one), name)
 
 
-def pack_vocabulary(model: Functional, params: Any) -> Any:
-    """Parameters with embedding and head in ``VOCABULARY_FORMAT``; those of blocks need not be there."""
+def pack_vocabulary(model: Functional, params: Any, name: str) -> Any:
+    """Parameters with embedding and head in ``VOCABULARY_FORMAT``, unless the format ``name`` is of experts alone.
+
+    Parameters of blocks need not be there.
+    """
+    if packing(name).experts_only:
+        return params
     for where, matrix in model.vocabulary:
         values, scales = _packed_rows(VOCABULARY_FORMAT, params[where][matrix])
         weight = PackedWeight(values, scales, VOCABULARY_FORMAT)
@@ -44,21 +53,22 @@ def pack_vocabulary(model: Functional, params: Any) -> Any:
 
 def pack_repeat(model: Functional, segment: int, params: Any, name: str) -> Any:
     """Parameters of one repeat of a segment with every matrix packed, see ``pack_params``."""
-    make, axes = _row(name), dict[str, int]()
+    chosen, axes = _packing_for(model, name), dict[str, int]()
     model.map_matrices(model.abstract(), lambda path, _, axis: axes.setdefault(path, axis))
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         whole = f"segments/{segment}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
-        return _pack(make, whole, leaf, axes[whole]) if whole in axes else leaf
+        return _pack(chosen.make, whole, leaf, axes[whole]) if whole in axes and chosen.packs(whole) else leaf
 
     return jax.tree.map_with_path(one, params)
 
 
-def _row(name: str) -> Callable[[int], WeightFormat]:
-    if name not in WEIGHT_FORMATS:
-        known = ", ".join(WEIGHT_FORMATS)
-        raise ValueError(f"weight format {name!r}: give one of {known}.{closest(name, WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[name]
+def _packing_for(model: Functional, name: str) -> Packing:
+    chosen = packing(name)
+    if chosen.experts_only and not model.config.mixtures:
+        dense = name.removeprefix(EXPERTS_ONLY)
+        raise ValueError(f"weight format {name!r} is of experts, and the model has none; give {dense!r}.")
+    return chosen
 
 
 def _pack(make: Callable[[int], WeightFormat], path: str, weight: Any, axis: int) -> PackedWeight:
@@ -71,6 +81,12 @@ def _pack(make: Callable[[int], WeightFormat], path: str, weight: Any, axis: int
 
 def packed_weight(form: WeightFormat, weight: Any) -> PackedWeight:
     """A dense weight packed in a format, shard by shard; raises ValueError where it does not fit."""
+    if isinstance(form, HostPackedFormat):
+        values, scales, made = form.pack_on_host(weight)
+        where = weight.sharding
+        if isinstance(where, jax.NamedSharding):
+            where = jax.NamedSharding(where.mesh, jax.P())
+        return PackedWeight(jax.device_put(values, where), jax.device_put(scales, where), made)
     values, scales = _packed(form, weight)
     return PackedWeight(values, scales, form)
 
@@ -93,7 +109,13 @@ def _packed_rows(form: WeightFormat, weight: Array) -> tuple[Array, Array]:
 
 
 def packed_shapes(model: Functional, name: str) -> Any:
-    """Abstract packed parameters of a model: shapes and dtypes, nothing allocated."""
+    """Abstract packed parameters of a model: shapes and dtypes, nothing allocated.
+
+    Raises:
+        ValueError: see ``pack_params``; or a format whose sizes depend on the weights.
+    """
+    if isinstance(packing(name).make(-2), HostPackedFormat):
+        raise ValueError(f"weight format {name!r}: its sizes depend on the weights, and there are none here.")
     return jax.eval_shape(lambda params: pack_params(model, params, name), model.abstract())
 
 

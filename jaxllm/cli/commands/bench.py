@@ -70,7 +70,7 @@ def bench_model(argv: list[str]) -> int:
                 locret:HEADS.safetensors[,BUDGET], so many by trained heads; or chai[:SIZE], all, with one key for every
                 SIZE kv heads that attend alike, 2 by default (docs/serve/kv_cache.md).
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
-                mxfp4: matrices are rounded to that format after loading.
+                mxfp4: matrices are rounded to that format after loading; experts_int2: those of experts alone.
             tiers: measure instead how fast layers compute at these batch sizes, and come from host memory and from
                 files, and write that to a file, for `--offload fit,rates=FILE` (docs/serve/offload.md). The model need
                 not fit.

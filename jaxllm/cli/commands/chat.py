@@ -63,7 +63,7 @@ def chat(argv: list[str]) -> int:
                 their own.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; auto: packed
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
-                that format after loading.
+                that format after loading; experts_int2: those of experts alone (docs/serve/quantise.md).
             mesh: device mesh, such as tensor=4; one device by default.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a

@@ -113,7 +113,7 @@ def generate(argv: list[str]) -> int:
                 their own.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; auto: packed
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
-                that format after loading.
+                that format after loading; experts_int2: those of experts alone (docs/serve/quantise.md).
             mesh: device mesh, such as tensor=4; one device by default.
             overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
                 wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,6 +28,7 @@ def quantise(argv: list[str]) -> int:
         length: int = 512,
         layout: str = "compressed-tensors",
         bits_budget: float = 0,
+        only: Literal["experts"] | None = None,
         evaluate: tuple[Path, ...] = (),
     ) -> int:
         """Rounds the matrices of a model's blocks, a block at a time, and writes it as other libraries read it.
@@ -44,7 +45,9 @@ def quantise(argv: list[str]) -> int:
                 e4m3 with a scale for every row; mxfp4: e2m1 with a power of two for every 32 inputs. lut4, lut3:
                 levels of NormalFloat in 4 or 3 bits with learned scales, of 64 inputs or as _g says; nf4: with scales
                 from the largest magnitude. w8a8, w4a8_g128: integers of 8 or 4 bits whose matmuls round activations to
-                int8; llm_int8: w8a8 whose outlier inputs stay in the compute dtype.
+                int8; llm_int8: w8a8 whose outlier inputs stay in the compute dtype. ternary: -1, 0 and 1 times the
+                largest magnitude of a row; with --only experts they are served in less than a bit
+                (--weights experts_ternary).
             method: rtn (rounds to the nearest), hqq, gptq, gptq_act_order, gptq_learned_scales, learned_scales, awq,
                 smoothquant or smoothquant_bias. The first two need no text.
             calibrate: text files whose tokens go through the model.
@@ -53,6 +56,7 @@ def quantise(argv: list[str]) -> int:
             layout: compressed-tensors, gptq or awq: how the files have the codes.
             bits_budget: mean of bits over weights, in place of the bits of --format: layers have 2 to 8 bits, more
                 where these lower the error most. The text goes through the model twice.
+            only: experts: the matrices of a mixture's experts, and nothing else; they lose least from few bits.
             evaluate: text files; the loss on their first rows is printed, before and after. They should not be those
                 of --calibrate.
         """
@@ -78,6 +82,7 @@ def quantise(argv: list[str]) -> int:
             layout,
             form.activations,
             bits_budget,
+            only or "",
         )
         if METHODS[method].calibrates and not calibrate:
             raise UsageError(f"--method {method} wants text: give files with --calibrate, or choose rtn or hqq.")

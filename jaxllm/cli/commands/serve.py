@@ -125,7 +125,7 @@ def serve(argv: list[str]) -> int:
             dtype: compute dtype of a model from another library, float32 by default.
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; auto: packed
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
-                that format after loading.
+                that format after loading; experts_int2: those of experts alone (docs/serve/quantise.md).
             kv_format: format of the KV cache: auto (the compute dtype), bf16, or 8, 4 or 2 bits with scales: int8, fp8,
                 int4, bfp4, kivi4, kivi2; or shadowkv[:RANK[,TOKENS[,OUTLIERS]]], low-rank keys on the device, values on
                 the host (what each costs: docs/serve/kv_cache.md).

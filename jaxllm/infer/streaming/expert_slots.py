@@ -127,11 +127,6 @@ def wanted_experts(experts: Int[np.ndarray, "T A"], tokens: int) -> list[int]:
     return [int(expert) for expert in found[np.argsort(-many, kind="stable")]]
 
 
-def one_expert(experts: Any, number: int) -> Any:
-    """Weights of one expert of a layer's [E, ...] arrays on the host, as [1, ...]."""
-    return jax.tree.map(lambda x: np.asarray(x[number : number + 1]), experts)
-
-
-def empty_slots(experts: Any, slots: int, make: Callable[[tuple[int, ...], Any], Any]) -> Any:
-    """Buffer of a layer with ``slots`` experts, made by ``make(shape, dtype)`` for each array."""
-    return jax.tree.map(lambda x: make((slots, *x.shape[1:]), x.dtype), experts)
+def empty_slots(expert: Any, slots: int, make: Callable[[tuple[int, ...], Any], Any]) -> Any:
+    """Buffer of a layer with ``slots`` experts like this one, made by ``make(shape, dtype)`` for each array."""
+    return jax.tree.map(lambda x: make((slots, *x.shape[1:]), x.dtype), expert)

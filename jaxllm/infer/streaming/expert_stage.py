@@ -24,7 +24,8 @@ from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
-from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_slots, one_expert, wanted_experts
+from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_slots, wanted_experts
+from jaxllm.infer.streaming.host_experts import HostExperts, write_expert
 from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
@@ -116,15 +117,13 @@ class ExpertStage:
         slots: slots of each layer.
     """
 
-    def __init__(self, experts: Mapping[tuple[Unit, str], Any], placement: WeightPlacement, place: Any):
+    def __init__(self, experts: Mapping[tuple[Unit, str], HostExperts], placement: WeightPlacement, place: Any):
         self._experts, self._place, self._prefetch = experts, place, placement.prefetch
         many = placement.expert_slots
         self.counts = SlotCounts()
-        self.slots = {
-            key: ExpertSlots(jax.tree.leaves(own)[0].shape[0], many, placement.eviction) for key, own in experts.items()
-        }
+        self.slots = {key: ExpertSlots(len(own), many, placement.eviction) for key, own in experts.items()}
         zeros = lambda shape, dtype: jax.device_put(np.zeros(shape, dtype), place)  # noqa: E731
-        self._buffers = {key: empty_slots(own, many, zeros) for key, own in experts.items()}
+        self._buffers = {key: empty_slots(own.whole, many, zeros) for key, own in experts.items()}
         self._ahead = dict[tuple[Unit, str], set[int]]()
 
     @property
@@ -141,17 +140,15 @@ class ExpertStage:
         return weights | {"mlp": weights["mlp"] | {"experts": self._buffers[unit, block]}}
 
     def write_programs(self) -> list[EngineProgram]:
-        """Programs that write an expert into a slot, one for each shape of experts."""
+        """Programs that write an expert into a slot, one for each shape of experts and each number of bits."""
         found: dict[str, EngineProgram] = {}
         for key, own in self._experts.items():
-            name = _write_name(self._buffers[key])
-            content = jax.tree.map(lambda x: self._abstract((1, *x.shape[1:]), x.dtype), own)
-            arguments = {
-                "slots": jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[key]),
-                "number": self._abstract((), np.int32),
-                "content": content,
-            }
-            found[name] = EngineProgram(name, _write, arguments, ("slots",))
+            slots = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[key])
+            for expert in own.each:
+                if (name := _write_name(self._buffers[key], expert)) not in found:
+                    content = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), expert)
+                    arguments = {"slots": slots, "number": self._abstract((), np.int32), "content": content}
+                    found[name] = EngineProgram(name, write_expert, arguments, ("slots",))
         return list(found.values())
 
     def programs(
@@ -254,9 +251,9 @@ class ExpertStage:
         self.counts.predicted_hits += len(self._ahead.pop(key, set()).intersection(wanted))
 
     def _load(self, programs: Mapping[str, Any], key: tuple[Unit, str], expert: int, slot: int) -> None:
-        content = jax.device_put(one_expert(self._experts[key], expert), self._place)
+        content = jax.device_put(self._experts[key].each[expert], self._place)
         number = jax.device_put(np.int32(slot), self._place)
-        self._buffers[key] = programs[_write_name(self._buffers[key])](self._buffers[key], number, content)
+        self._buffers[key] = programs[_write_name(self._buffers[key], content)](self._buffers[key], number, content)
         self.counts.loads += 1
         self.counts.load_bytes += sum(x.nbytes for x in jax.tree.leaves(content))
 
@@ -273,11 +270,7 @@ class ExpertStage:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
 
 
-def _write(slots: Any, number: Int[Array, ""], content: Any) -> Any:
-    """Writes an expert into a slot."""
-    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, number, axis=0), slots, content)
-
-
-def _write_name(slots: Any) -> str:
-    """Name of the program that writes into slots of these shapes."""
-    return "expert-" + "-".join("x".join(map(str, (*x.shape, x.dtype))) for x in jax.tree.leaves(slots))
+def _write_name(slots: Any, content: Any) -> str:
+    """Name of the program that writes an expert of these shapes into slots."""
+    shapes = [tuple(map(str, (*x.shape, x.dtype))) for x in jax.tree.leaves((slots, content))]
+    return "expert-" + "-".join("x".join(one) for one in shapes)

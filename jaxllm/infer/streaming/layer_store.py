@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxllm.files import atomic, digest, read_json, write_json
+from jaxllm.infer.streaming.host_experts import HostExperts
 
 INDEX = "layers.json"
 ALIGNMENT = 64
@@ -114,17 +115,18 @@ class WithoutExperts:
 
     Attributes:
         tier: that of the store.
-        experts: the experts of those units, [E, ...] arrays on the host, by unit and block.
+        experts: the experts of those units, by unit and block.
     """
 
     def __init__(self, store: LayerStore, units: Sequence[Unit] = ()):
         self.store, self.tier = store, store.tier
-        self.experts: dict[tuple[Unit, str], Any] = {}
+        found_in = dict[tuple[Unit, str], Any]()
         self._rest: dict[Unit, Any] = {}
         for unit in units:
             rest, found = split_experts(store.read(unit, jax.devices("cpu")[0]))
             self._rest[unit] = jax.tree.map(np.asarray, rest)
-            self.experts |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
+            found_in |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
+        self.experts = {key: HostExperts(own) for key, own in in_common_shapes(found_in).items()}
 
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
@@ -147,6 +149,28 @@ def split_experts(unit: Any) -> tuple[Any, dict[str, Any]]:
             block = block | {"mlp": {name: x for name, x in block["mlp"].items() if name != "experts"}}
         base[b] = block
     return base, found
+
+
+def in_common_shapes(experts: dict[tuple[Unit, str], Any]) -> dict[tuple[Unit, str], Any]:
+    """Experts whose arrays are padded with zeros to the largest of their segment and block, so that programs take all.
+
+    Codes whose size depends on the weights differ between layers (``HostPackedFormat``); others are what they were.
+    """
+    together: dict[tuple[int, str], list[tuple[Unit, str]]] = {}
+    for unit, block in experts:
+        together.setdefault((unit.segment, block), []).append((unit, block))
+    out = dict(experts)
+    for keys in together.values():
+        most = jax.tree.map(
+            lambda *ones: tuple(np.max([x.shape for x in ones], axis=0)), *(experts[key] for key in keys)
+        )
+        for key in keys:
+            out[key] = jax.tree.map(
+                lambda x, to: x if x.shape == to else np.pad(x, [(0, m - n) for n, m in zip(x.shape, to, strict=True)]),
+                experts[key],
+                most,
+            )
+    return out
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,16 @@ import jax
 
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
-from jaxllm.hub import find_model
+from jaxllm.hub import HubError, find_model
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import ModelBytes
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
+from jaxllm.models.packed_weight import HostPackedFormat
+from jaxllm.quant import is_packing
+from jaxllm.quant.formats.format_table import packing
 
 
 def open_streamed(
@@ -41,6 +44,12 @@ def open_streamed(
         WeightsUnavailableError: files of layers cannot be written.
     """
     path = find_model(name)
+    slots = isinstance(budget, OffloadBudget) and budget.experts > 0
+    if not slots and is_packing(weights) and isinstance(packing(weights).make(-2), HostPackedFormat):
+        raise HubError(
+            f"weights = {weights!r} have another size in each layer, and go with experts in slots alone; give the "
+            "offload budget experts=N, or leave it out."
+        )
     if (path / "checkpoints").is_dir():
         loaded = load_model(path, dtype=dtype, weights=weights)
         layers: LayerStore = LoadedLayers(loaded.params)
@@ -50,7 +59,7 @@ def open_streamed(
         loaded, layers = open_layers(path, dtype=dtype, weights=weights)
         ends = loaded.params
     units = units_of(loaded.model.config.segments)
-    placed = WithoutExperts(layers) if isinstance(budget, OffloadBudget) and budget.experts else layers
+    placed = WithoutExperts(layers) if slots else layers
     sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
     unit_bytes = [sizes[unit.segment] for unit in units]
     if not isinstance(budget, OffloadBudget):

@@ -53,7 +53,7 @@ class StreamedRunner(ModelRunner):
             raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
         self.units = weights.units
         self._broken: BaseException | None = None
-        device = jax.tree.leaves(params)[0].devices().pop()
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
         self.window = weights.window(device)
         self._layers = self._abstract_layers()
         place = jax.sharding.SingleDeviceSharding(device)

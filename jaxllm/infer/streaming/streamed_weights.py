@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxllm.infer.streaming.expert_slots import Eviction
+from jaxllm.infer.streaming.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import (
     HostLayers,
     LayerFiles,
@@ -77,14 +78,14 @@ class StreamedWeights:
         units: units of the model, in order.
         stores: where each unit is, or where those on the device come from.
         placement: how many of them are where.
-        experts: with ``expert_slots``: the experts of each mixture, [E, ...] arrays on the host, by unit and block.
+        experts: with ``expert_slots``: the experts of each mixture, by unit and block.
     """
 
     ends: Any
     units: Sequence[Unit]
     stores: Mapping[Unit, LayerStore]
     placement: WeightPlacement
-    experts: Mapping[tuple[Unit, str], Any] = field(default_factory=dict)
+    experts: Mapping[tuple[Unit, str], HostExperts] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -110,7 +111,7 @@ class StreamedWeights:
             WeightsUnavailableError: files cannot be written.
             ValueError: expert slots for a model without mixtures, or more than it has experts.
         """
-        experts: dict[tuple[Unit, str], Any] = {}
+        experts: dict[tuple[Unit, str], HostExperts] = {}
         if placement.expert_slots:
             check_slots(model, placement)
             layers = WithoutExperts(layers, units_of(model.config.segments))

@@ -37,6 +37,7 @@ class FormatBase(NamedTuple):
 BASES: dict[str, FormatBase] = {
     **{f"int{bits}": FormatBase(bits, ("group", "sign")) for bits in range(2, 9)},
     **{name: FormatBase(int(name[-1]), ("group",), LOOKUP_GROUP, name) for name in ("lut4", "lut3", "nf4")},
+    "ternary": FormatBase(2, (), codebook="ternary"),
     "fp8": FormatBase(8, (), codebook="fp8"),
     "mxfp4": FormatBase(4, (), codebook="mxfp4"),
     "w8a8": FormatBase(8, ("group",), activations="int8"),

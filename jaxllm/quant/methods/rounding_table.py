@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from jaxllm.quant.grids import Grid, GridParams
+from jaxllm.quant.grids import Grid, GridParams, TernaryGrid
 from jaxllm.quant.methods.clipped_ranges import clipped_ranges
-from jaxllm.quant.methods.gptq import DAMPING, SHRINKAGE, gptq_damped
+from jaxllm.quant.methods.gptq import DAMPING, SHRINKAGE, fit_groups, gptq_damped
 from jaxllm.quant.methods.learned_scales import learned_scales, refitted_scales
 from jaxllm.quant.methods.nearest import half_quadratic, round_to_nearest
 
@@ -60,8 +60,17 @@ def _half_quadratic(weight, gram, grid, group):
 
 
 def _gptq(weight, gram, grid, group, act_order=False, static=None):
-    """Ranges are clipped first, and correlations are shrunk: both for text that the calibration has not seen."""
-    static = clipped_ranges(weight, jnp.diag(gram), grid, group) if static is None else static
+    """Ranges are clipped first, and correlations are shrunk: both for text that the calibration has not seen.
+
+    Not those of ternary codes, whose zeros are most of the weights because the range is whole.
+    """
+    if static is None:
+        ternary = isinstance(grid, TernaryGrid)
+        static = (
+            fit_groups(grid, weight, group or len(weight))
+            if ternary
+            else clipped_ranges(weight, jnp.diag(gram), grid, group)
+        )
     options = {"act_order": act_order, "static": static, "shrinkage": SHRINKAGE}
     codes, params, damping = gptq_damped(weight, gram, grid, group, **options)
     dead = int(jnp.sum(jnp.diag(gram) == 0))

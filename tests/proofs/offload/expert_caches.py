@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
@@ -21,36 +18,15 @@ from jaxllm.infer.streaming.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, RouterConfig, functional
-from jaxllm.train import train_step, value_and_grad
-from jaxllm.train.step.routing_losses import RoutingConfig
-from jaxllm.train.step.train_state import TrainState
+from jaxllm.models import functional
 from tests import quick
 from tests.proofs.harness import proof
-from tests.proofs.moe_models.training import batch_at
+from tests.proofs.offload.trained_mixture import CONFIG, EXPERTS, LAYERS, trained
 
-EXPERTS, ACTIVE, LAYERS, STEPS = 16, 2, 3, 400
-BLOCK = BlockConfig(AttentionConfig(4, 2, 8), MoeConfig(EXPERTS, ACTIVE, 24, router=RouterConfig()))
-CONFIG = DecoderConfig(256, 32, LAYERS, pattern=(BLOCK,))
 PROMPT, TOKENS = 32, 96
 WAYS = ("lru", "score", "predictor", "statistics")
 SLOTS = (4, 8, 12)
 CASES = [(seed, batch) for seed in range(3) for batch in (1, 8)]
-
-
-@functools.cache
-def trained(seed: int) -> Any:
-    """Parameters of a mixture of bytes, trained on the bundled text with a load-balancing loss."""
-    rate = optax.linear_schedule(1e-2, 0.0, STEPS)
-    model, optimizer = functional(CONFIG), optax.adam(rate)
-    params: Any = jax.tree.map(jnp.asarray, quick.params(CONFIG, seed, scale=0.25))
-    step = train_step(value_and_grad(model, routing=RoutingConfig(balance_loss=0.02)), optimizer, rate, [], [])
-    run = quick.jit(step, donate_argnums=0)
-    state = TrainState(params, optimizer.init(params), jnp.int32(0), jax.random.key(seed))
-    rng = np.random.default_rng(seed)
-    for _ in range(STEPS):
-        state, _ = run(state, batch_at(rng))
-    return state.params
 
 
 @dataclass

@@ -1,0 +1,96 @@
+"""Ternary experts in a dictionary code, less than a bit a weight where most are 0 (QMoE, arXiv:2310.16795).
+
+An expert's matrix has one scale for each output, and values of -1, 0 and 1 times it; the values of an output's inputs
+are a row of ``jaxllm.quant.ternary_code``. Codewords of a matrix are one after another, and matrices that are stacked
+are padded to the longest of them. A matmul decodes the matrix of one expert, and frees it.
+
+Legend: I inputs, O outputs, W codewords of the longest matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt16
+
+from jaxllm.quant.grids import TernaryGrid
+from jaxllm.quant.ternary_code import decode, encode
+from sharding import LogicalAxes
+
+
+@dataclass(frozen=True)
+class TernaryDictionary:
+    """Codewords [..., W, 1] and scales [..., 1, O] of matrices [..., I, O].
+
+    Attributes:
+        inputs, outputs: sizes of a matrix, which the codewords do not tell; 0 before anything is packed.
+    """
+
+    inputs: int = 0
+    outputs: int = 0
+
+    def __str__(self) -> str:
+        return "ternary, dictionary code"
+
+    def shape(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the dense weight."""
+        return (*values[:-2], self.inputs, self.outputs)
+
+    def pack(self, weight: Float[Array, "..."]) -> tuple[Array, Array]:
+        """Refused: how many codewords there are depends on the values; see ``pack_on_host``.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("ternary: the size of the code depends on the weights; pack them on the host.")
+
+    def pack_on_host(
+        self, weight: Float[Array, "... I O"]
+    ) -> tuple[UInt16[np.ndarray, "... W 1"], Float[np.ndarray, "... 1 O"], TernaryDictionary]:
+        """Codewords, scales and format of matrices, one matrix at a time: an output's largest magnitude is its scale.
+
+        What is ternary already, with one magnitude for each output, stays as it is.
+
+        Raises:
+            ValueError: the weight is on several devices.
+        """
+        if len(weight.sharding.device_set) > 1:
+            raise ValueError("ternary: the code of a matrix cannot be split; load the model on one device.")
+        lead, grid = weight.shape[:-2], TernaryGrid()
+        words, scales = list[np.ndarray](), list[np.ndarray]()
+        for at in np.ndindex(*lead):
+            matrix = weight[at].astype(jnp.float32)
+            params = grid.fit(matrix)
+            values = np.asarray(grid.encode(matrix, params)).astype(np.int8) - grid.middle
+            words.append(encode(np.ascontiguousarray(values.T))[0])
+            scales.append(np.asarray(params.scale))
+        most = max(len(one) for one in words)
+        stacked = np.stack([np.pad(one, (0, most - len(one))) for one in words])
+        return (
+            stacked.reshape(*lead, most, 1),
+            np.stack(scales).reshape(*lead, 1, -1),
+            replace(self, inputs=weight.shape[-2], outputs=weight.shape[-1]),
+        )
+
+    def unpack(
+        self, values: UInt16[Array, "... W 1"], scales: Float[Array, "... 1 O"], dtype: DTypeLike
+    ) -> Float[Array, "... I O"]:
+        """Dense weight, matrix by matrix."""
+        lead = values.shape[:-2]
+
+        def one(arrays: tuple[Array, Array]) -> Array:
+            words, scale = arrays
+            wide = scale.astype(jnp.promote_types(jnp.float32, dtype))
+            return (decode(words, self.outputs, self.inputs).T * wide).astype(dtype)
+
+        flat = (values.reshape(math.prod(lead), -1), scales.reshape(math.prod(lead), -1))
+        return jax.lax.map(one, flat).reshape(*lead, self.inputs, self.outputs)
+
+    def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
+        """Logical axes of the scales."""
+        return (*axes[:-2], None, axes[-1])

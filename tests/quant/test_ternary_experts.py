@@ -1,0 +1,181 @@
+"""Ternary experts in a dictionary code (QMoE): exact, below a bit a weight where most are zeros, served as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.convert.quantise import QuantiseConfig, quantise
+from jaxllm.convert.source_layers import SourceLayers
+from jaxllm.hub import HubError, load_hf, open_source
+from jaxllm.infer.streaming.layer_store import WithoutExperts, units_of
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.open_streamed import open_streamed
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.models import functional
+from jaxllm.models.packed_weight import PackedWeight
+from jaxllm.quant import pack_params, packed_shapes
+from jaxllm.quant.formats.format_names import parse_format
+from jaxllm.quant.formats.ternary_dictionary import TernaryDictionary
+from jaxllm.quant.packing import packed_weight
+from jaxllm.quant.ternary_code import LONGEST, WORDS, ZEROS, decode, decode_row, dictionary, encode
+from tests.infer import engines
+from tests.quant.test_expert_formats import by_path, mixture, without_tokenizer  # noqa: F401
+from tests.quant.test_quantise import IDS, LENGTH, ROWS, logits
+
+
+def sparse(rng: np.random.Generator, rows: int, inputs: int, zeros: float) -> np.ndarray:
+    other = (1 - zeros) / 2
+    return rng.choice([-1, 0, 1], size=(rows, inputs), p=[other, zeros, other]).astype(np.int8)
+
+
+def test_the_dictionary_has_the_likeliest_runs():
+    """By the runs' own values: no run that is left out is likelier than one that is there."""
+    runs, lengths, children = dictionary()
+    nonzeros = np.zeros(WORDS, int)
+    for place in range(LONGEST):
+        pair = runs[place // 7] >> 4 * (place % 7) & 15
+        nonzeros += np.where(place < lengths, (pair % 3 != 1).astype(int) + (pair // 3 != 1), 0)
+    chance = (2 * lengths - nonzeros) * np.log(ZEROS) + nonzeros * np.log((1 - ZEROS) / 2)
+    assert lengths.max() == LONGEST
+    assert (np.diff(chance) < 1e-9).all()
+    assert len(np.unique(np.concatenate([runs, lengths[None].astype(np.uint32)]), axis=1).T) == WORDS
+    cut = chance[(children[:-1] < 0).any(axis=1) & (lengths < LONGEST)]  # some longer run is no codeword
+    assert (cut + 2 * np.log((1 - ZEROS) / 2)).max() < chance[-1] + 1e-9
+    whole = children[:-1][(lengths < LONGEST) & (chance + 2 * np.log(ZEROS) > chance[-1] + 1e-9)]
+    assert (whole[:, 4] >= 0).all()  # with two more zeros it is likelier than the last codeword
+    assert (children[-1] >= 0).all()
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("rows", "inputs"), [(7, 64), (3, 31), (1, 1), (5, 200)])
+@pytest.mark.parametrize("zeros", [0.4, 0.885, 1.0])
+def test_rows_are_decoded_exactly(rows, inputs, zeros, rng):
+    """All rows in JAX, with codewords of nothing after them, and each row alone from its own codewords."""
+    values = sparse(rng, rows, inputs, zeros)
+    words, counts = encode(values)
+    padded = jnp.asarray(np.concatenate([words, rng.integers(0, WORDS, 5).astype(np.uint16)]))
+    np.testing.assert_array_equal(decode(padded, rows, inputs), values)
+    for row, end, count in zip(values, np.cumsum(counts), counts, strict=True):
+        np.testing.assert_array_equal(decode_row(words[end - count : end], inputs), row)
+    with pytest.raises(ValueError, match="values -1, 0 and 1 alone"):
+        encode(values + 2)
+
+
+@pytest.mark.parametrize("zeros", [0.81, 0.83, 0.885, 0.95])
+def test_most_zeros_take_less_than_a_bit(zeros, rng):
+    """From 82% of zeros on; the dictionary is within 0.27 bits of the entropy of values."""
+    values = sparse(rng, 64, 2048, zeros)
+    bits = 16 * len(encode(values)[0]) / values.size
+    entropy = -zeros * np.log2(zeros) - (1 - zeros) * np.log2((1 - zeros) / 2)
+    assert entropy < bits < entropy + 0.27
+    assert (bits < 1) == (zeros > 0.82)
+
+
+def ternary(weight: np.ndarray) -> np.ndarray:
+    """-1, 0 or 1 times the largest magnitude of each column, whichever is nearest."""
+    most = np.abs(weight).max(axis=-2, keepdims=True)
+    return np.where(np.abs(weight) > most / 2, np.sign(weight) * most, 0)
+
+
+def test_matmuls_are_those_of_the_ternary_matrices(rng):
+    """Of one row an expert and of many, at less than a bit a weight in all; what is ternary already stays."""
+    weight = rng.normal(size=(3, 1024, 64)).astype(np.float32)
+    packed = packed_weight(TernaryDictionary(), jnp.asarray(weight))
+    want = ternary(weight)
+    np.testing.assert_array_equal(packed.dense(jnp.float32), want)
+    assert packed.shape == weight.shape
+    assert 0.7 < 8 * packed.nbytes / weight.size < 1
+    assert np.mean(want == 0) > 0.85
+    again = packed_weight(TernaryDictionary(), packed.dense(jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, again, packed)
+    for sizes in ([1, 0, 1], [9, 2, 0]):
+        rows = rng.normal(size=(sum(sizes), 1024)).astype(np.float32)
+        got = jax.jit(packed.grouped_matmul)(jnp.asarray(rows), jnp.asarray(sizes, jnp.int32))
+        matrices = np.repeat(want, sizes, axis=0).astype(np.float64)
+        np.testing.assert_allclose(got, np.einsum("mi,mio->mo", rows, matrices), rtol=0, atol=1e-3)
+
+
+def test_one_expert_at_a_time_is_decoded():
+    """What a decode step needs beside its arguments does not grow with the number of experts."""
+
+    def temporaries(experts: int) -> int:
+        form = TernaryDictionary(64, 256)
+        weight = PackedWeight(
+            jax.ShapeDtypeStruct((experts, 900, 1), np.uint16),
+            jax.ShapeDtypeStruct((experts, 1, 256), np.float32),
+            form,
+        )
+        rows, sizes = jax.ShapeDtypeStruct((2, 64), np.float32), jax.ShapeDtypeStruct((experts,), np.int32)
+        run = jax.jit(lambda weight, rows, sizes: weight.grouped_matmul(rows, sizes))
+        found = run.lower(weight, rows, sizes).compile().memory_analysis()
+        assert found is not None
+        return found.temp_size_in_bytes
+
+    few, many = temporaries(4), temporaries(32)
+    assert few >= 64 * 256 * 4
+    assert many - few < 0.05 * few
+
+
+def test_files_are_served_as_they_are(mixture, tmp_path):  # noqa: F811
+    """``jaxllm quantise --only experts --format ternary``, then ``--weights experts_ternary``: the same logits."""
+    name = parse_format("ternary")
+    config = QuantiseConfig("gptq", name.bits, name.group, name.symmetric, ROWS, LENGTH, name.codebook, only="experts")
+    report = quantise(open_source(mixture), tmp_path / "out", config, IDS)
+    assert sum(one.error for one in report.matrices) < 0.95 * sum(one.nearest for one in report.matrices)
+    plain = load_hf(tmp_path / "out")
+    for path, leaf in by_path(plain.params).items():
+        if "/experts/" in path:
+            np.testing.assert_array_equal(leaf, ternary(np.asarray(leaf)))
+    packed = dataclasses.replace(plain, params=pack_params(functional(plain.config), plain.params, "experts_ternary"))
+    np.testing.assert_allclose(logits(packed), logits(plain), rtol=0, atol=1e-5)
+    with pytest.raises(HubError, match="have another size in each layer, and go with experts in slots alone"):
+        open_streamed(tmp_path / "out", OffloadBudget.parse("window=1"), weights="experts_ternary")
+    with pytest.raises(ValueError, match="'experts_ternary': its sizes depend on the weights"):
+        packed_shapes(functional(plain.config), "experts_ternary")
+    with pytest.raises(HubError, match="give bits 2, group 0"):
+        QuantiseConfig("rtn", 2, 16, codebook="ternary")
+
+
+def test_layers_read_one_by_one_have_one_size(mixture):  # noqa: F811
+    """What ``--offload experts=N`` holds on the host: codes padded to the longest, of the ternary matrices."""
+    layers = SourceLayers(mixture, weights="experts_ternary")
+    placed = WithoutExperts(layers, units_of(layers.model.config.segments))
+    whole = by_path(load_hf(mixture).params)
+    for (unit, block), own in placed.experts.items():
+        assert own.whole == next(iter(placed.experts.values())).whole
+        for number, expert in enumerate(own.each):
+            for name, weight in expert.items():
+                matrix = whole[f"segments/{unit.segment}/{block}/mlp/experts/{name}"][unit.repeat, number]
+                dense = jax.tree.map(jnp.asarray, weight).dense(jnp.float32)
+                np.testing.assert_array_equal(dense[0], ternary(np.asarray(matrix)))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_hold_the_code(slots, rng):
+    """Tokens are those of resident dense experts; codewords and scales are what is copied."""
+    model = functional(engines.model_of("mixtral", "float32"))
+    params = pack_params(model, engines.params_of("mixtral", "float32"), "experts_ternary")
+    dense: Any = jax.tree.map(
+        lambda x: x.dense(jnp.float32) if isinstance(x, PackedWeight) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, PackedWeight),
+    )
+    config = engines.ENGINES["roomy"]
+    engine = engines.build(config, "mixtral", params=params, placement=WeightPlacement(1, 9, expert_slots=slots))
+    made = engines.serve(engine, engines.traffic(rng, config, 3))
+    assert engines.error("mixtral", "float32", made, dense) <= 1e-3
+    assert isinstance(engine.runner, StreamedRunner)
+    stage = engine.runner.experts
+    assert stage is not None
+    experts = params["segments"]["0"]["0"]["mlp"]["experts"]
+    size = sum(x.nbytes for x in jax.tree.leaves(jax.tree.map(lambda x: x[0, 0], experts)))
+    assert stage.counts.load_bytes == size * stage.counts.loads > 0
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
