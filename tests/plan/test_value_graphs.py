@@ -5,10 +5,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
 
+from jaxllm.plan.graphs.kept_values import keep, recompute
 from jaxllm.plan.graphs.retention_intervals import rematerialise
 from jaxllm.plan.graphs.tensor_placement import Move, check, compulsory_bytes, cut, place
 from jaxllm.plan.graphs.value_graph import GraphError, Operation, ValueGraph
@@ -131,6 +134,31 @@ def recomputation_is_brute_force(seed: int) -> dict[str, float]:
         "infeasible": 0.0,
         "better in another order": float(most is None and free < time),
     }
+
+
+def kept_is_brute_force(seed: int) -> dict[str, float]:
+    """A random block and room for what it keeps: the time of all sets of values, and of retention intervals in a graph
+    with a gap, in which nothing but the room is left, and a backward pass that reads all that it needs.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = random_graph(rng, int(rng.integers(3, 8)), int(rng.integers(0, 3)))
+    graph = ValueGraph(tuple(one if one.given else replace(one, bytes=one.bytes + 1) for one in drawn.operations))
+    count = len(graph.operations)
+    computed = [i for i, one in enumerate(graph.operations) if not one.given]
+    needed = frozenset(int(i) for i in rng.choice(computed, int(rng.integers(1, len(computed) + 1)), replace=False))
+    total = sum(graph.operations[i].bytes for i in computed)
+    room = int(rng.integers(0, total + 1))
+    found = keep(graph, needed, room)
+    ways = [recompute(graph, needed, way) for n in range(len(computed) + 1) for way in combinations(computed, n)]
+    best = min((one.time, one.bytes) for one in ways if one.bytes <= room)
+    assert (found.time, found.bytes) == best, (graph, needed, room)
+    most = 2 * total + graph.given_bytes + sum(one.scratch for one in graph.operations)  # more than any step takes
+    gap = Operation("gap", (), 0, 0.0, most - room - graph.given_bytes)
+    backward = Operation("backward", tuple(sorted(needed)), 0)
+    whole = ValueGraph((*graph.operations, gap, backward), (count + 1,))
+    schedule = rematerialise(whole, most, at=[count + 1])
+    assert schedule.again == found.time, (graph, needed, room)
+    return {"recomputed": float(found.time > 0)}
 
 
 def fewest_moved(graph: ValueGraph, capacity: int) -> float:

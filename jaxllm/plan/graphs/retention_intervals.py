@@ -32,8 +32,8 @@ class Event(NamedTuple):
     operation: int
 
 
-class Retention(NamedTuple):
-    """Retention interval of a value, from the run that computes it to the last one that needs it.
+class RetentionInterval(NamedTuple):
+    """RetentionInterval interval of a value, from the run that computes it to the last one that needs it.
 
     Attributes:
         operation: whose value it is.
@@ -62,7 +62,7 @@ class RematSchedule:
     time: float
     again: float
     peak_bytes: int
-    intervals: tuple[Retention, ...]
+    intervals: tuple[RetentionInterval, ...]
     optimal: bool
 
 
@@ -175,17 +175,17 @@ def _solve(
     return tuple(j for t, (_, j) in enumerate(events) if x[starts[j][t]] > 0.5), optimal
 
 
-def _intervals(graph: ValueGraph, sequence: tuple[int, ...]) -> tuple[Retention, ...]:
-    """Retention intervals of a sequence of runs."""
-    open_: dict[int, Retention] = {}
-    done: list[Retention] = []
+def _intervals(graph: ValueGraph, sequence: tuple[int, ...]) -> tuple[RetentionInterval, ...]:
+    """RetentionInterval intervals of a sequence of runs."""
+    open_: dict[int, RetentionInterval] = {}
+    done: list[RetentionInterval] = []
     for step, place in enumerate(sequence):
         for i in graph.operations[place].inputs:
             if i in open_:
                 open_[i] = open_[i]._replace(last=step)
         if place in open_:
             done.append(open_[place])
-        open_[place] = Retention(place, step, step)
+        open_[place] = RetentionInterval(place, step, step)
     for i in graph.outputs:
         if i in open_:
             open_[i] = open_[i]._replace(last=len(sequence))

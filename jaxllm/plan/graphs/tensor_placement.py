@@ -34,8 +34,8 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
-    """What is done in which order.
+class TierPlacement:
+    """Order of operations, and moves of values between the tiers.
 
     Attributes:
         moves: in order.
@@ -60,7 +60,7 @@ def compulsory_bytes(graph: ValueGraph) -> int:
     return sum(graph.operations[i].bytes for i in read | written)
 
 
-def place(graph: ValueGraph, capacity: int, *, part: int | None = None, seconds: float | None = None) -> Placement:
+def place(graph: ValueGraph, capacity: int, *, part: int | None = None, seconds: float | None = None) -> TierPlacement:
     """Order and placement with the fewest moved bytes.
 
     Args:
@@ -93,7 +93,7 @@ def place(graph: ValueGraph, capacity: int, *, part: int | None = None, seconds:
         optimal &= known
     moved = sum(graph.operations[one.operation].bytes for one in moves if one.kind in ("write", "fetch"))
     check(graph, capacity, moves)
-    return Placement(tuple(moves), moved, optimal)
+    return TierPlacement(tuple(moves), moved, optimal)
 
 
 def cut(graph: ValueGraph, most: int) -> list[list[int]]:

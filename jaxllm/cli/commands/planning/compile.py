@@ -141,7 +141,8 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
 
     try:
         cluster = None if budget.host is None else Cluster.parse(topology.name)
-        return within_budget(config, budget, measure, cluster)
+        devices = topology.num_devices, topology.platform
+        return within_budget(config, budget, measure, devices, cluster)
     except RematError as error:
         print(error)
         return None
