@@ -44,7 +44,7 @@ class BlockGraph(NamedTuple):
     repeats: int
 
     def kept_by(self, policy: Policy) -> KeptValues | None:
-        """What a policy keeps and computes again; None for a policy whose values are not kept whole on the device."""
+        """Values that a policy keeps and operations that it runs again; None for a policy whose values are not kept whole on the device."""
         names = names_kept(policy)
         if policy == "none":
             return recompute(self.traced.graph, self.needed, self.needed)
@@ -54,7 +54,7 @@ class BlockGraph(NamedTuple):
         return recompute(self.traced.graph, self.needed, kept)
 
     def best(self, room: int) -> KeptValues:
-        """What recomputes least of all sets of values in so many bytes."""
+        """Values in so many bytes with which the least is computed again."""
         return keep(self.traced.graph, self.needed, room, seconds=SECONDS)
 
     def describe(self, values: Sequence[int]) -> str:

@@ -76,7 +76,7 @@ def keep(graph: ValueGraph, needed: Collection[int], room: int, *, seconds: floa
 
 
 def recompute(graph: ValueGraph, needed: Collection[int], kept: Collection[int]) -> KeptValues:
-    """What runs again behind the gap if these values are retained."""
+    """Operations that run again behind the gap if these values are retained, and their time."""
     again: set[int] = set()
     stack = [i for i in needed if i not in kept]
     while stack:
