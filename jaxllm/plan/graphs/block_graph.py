@@ -44,7 +44,9 @@ class BlockGraph(NamedTuple):
     repeats: int
 
     def kept_by(self, policy: Policy) -> KeptValues | None:
-        """Values that a policy keeps and operations that it runs again; None for a policy whose values are not kept whole on the device."""
+        """Values that a policy keeps, and operations that it runs again; None for a policy whose values are not kept
+        whole on the device.
+        """
         names = names_kept(policy)
         if policy == "none":
             return recompute(self.traced.graph, self.needed, self.needed)
