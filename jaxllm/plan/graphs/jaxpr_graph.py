@@ -62,15 +62,22 @@ class TracedGraph:
         primitives: primitive of each operation; "" for an argument or a constant.
         names: ``checkpoint_name``s of each value.
         results: operation of each result of the jaxpr; None for a literal.
+        arguments: how many of the first operations are arguments of the jaxpr.
     """
 
     graph: ValueGraph
     primitives: tuple[str, ...]
     names: tuple[frozenset[str], ...]
     results: tuple[int | None, ...]
+    arguments: int
 
 
-def graph_of(jaxpr: Any, scratch: Callable[[TracedGraph], int] | None = None) -> TracedGraph:
+Scratch = Callable[[TracedGraph, int], int]
+"""Function from a loop's body, and the number of its last arguments that are slices of arrays, to the bytes that its
+operations take."""
+
+
+def graph_of(jaxpr: Any, scratch: Scratch | None = None) -> TracedGraph:
     """Value graph of a (closed) jaxpr.
 
     Args:
@@ -82,6 +89,7 @@ def graph_of(jaxpr: Any, scratch: Callable[[TracedGraph], int] | None = None) ->
     values: dict[Any, int] = {}
     for var in (*jaxpr.constvars, *jaxpr.invars):
         values[var] = reader.add("argument", "", (), bytes_of(var.aval), given=True)
+    arguments = len(reader.operations)
     results = reader.run(jaxpr, values)
     outputs = tuple(sorted({i for i in results if i is not None and not reader.operations[i].given}))
     return TracedGraph(
@@ -89,6 +97,7 @@ def graph_of(jaxpr: Any, scratch: Callable[[TracedGraph], int] | None = None) ->
         tuple(reader.primitives),
         tuple(frozenset(one) for one in reader.names),
         tuple(results),
+        arguments,
     )
 
 
@@ -140,7 +149,7 @@ def inner_jaxprs(equation: Any) -> list[Any]:
 class _Reader:
     """Operations of a jaxpr and of those it calls, in order."""
 
-    def __init__(self, scratch: Callable[[TracedGraph], int] | None) -> None:
+    def __init__(self, scratch: Scratch | None) -> None:
         self.scratch = scratch
         self.operations: list[Operation] = []
         self.primitives: list[str] = []
@@ -191,7 +200,9 @@ class _Reader:
         label = name + (f" {equation.params['name']}" if isinstance(equation.params.get("name"), str) else "")
         taken = 0
         if bodies and self.scratch is not None:
-            taken = max(self.scratch(graph_of(body, self.scratch)) for body in bodies)
+            params = equation.params
+            slices = len(given) - params["num_consts"] - params["num_carry"] if name == "scan" else 0
+            taken = max(self.scratch(graph_of(body, self.scratch), slices) for body in bodies)
         if len(sizes) == 1:
             return [self.add(label, name, inputs, sizes[0], flops_of(equation), taken)]
         run = self.add(label, name, inputs, 0, flops_of(equation), taken)
