@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm import cli
 from jaxllm.data import DataConfig
@@ -72,7 +73,7 @@ def test_the_least_of_a_block_is_listed_beside_its_policies():
 
 def test_a_graph_has_calls_inlined_and_names_on_values():
     def inner(x):
-        return jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "sine").reshape(-1)
+        return checkpoint_name(jnp.sin(x), "sine").reshape(-1)
 
     found = graph_of(jax.make_jaxpr(lambda x, w: jax.jit(inner)(x @ w).sum())(jnp.ones((3, 4)), jnp.ones((4, 5))))
     assert found.primitives == ("", "", "dot_general", "sin", "reduce_sum")
