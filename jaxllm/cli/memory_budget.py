@@ -115,7 +115,8 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         try:
             if run.disk.parameters:
                 return _streamed_within(run, MemoryBudget(limit, host))
-            return within_budget(run, MemoryBudget(limit, host), _measure_of(run), cluster)
+            here = jax.device_count(), jax.default_backend()
+            return within_budget(run, MemoryBudget(limit, host), _measure_of(run), here, cluster)
         except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
             problem = error
@@ -185,28 +186,35 @@ def _measure_of(config: RunConfig) -> Callable[[str], StepBytes]:
 
 
 def within_budget(
-    config: RunConfig, budget: MemoryBudget, measure: Callable[[str], StepBytes], cluster: Cluster | None
+    config: RunConfig,
+    budget: MemoryBudget,
+    measure: Callable[[str], StepBytes],
+    devices: tuple[int, str],
+    cluster: Cluster | None = None,
 ) -> RunConfig:
-    """The run with the remat that fits; prints the candidates.
+    """The run with the remat that fits; prints the candidates, and beside each policy of the chosen one the least
+    recomputation by any values of the block in the same bytes.
 
     Args:
         budget: with the bytes of a device.
         measure: compiles the step with a remat.
+        devices: number of devices, and their platform.
         cluster: the devices, by which copies to the host take time; needed with ``budget.host`` alone.
 
     Raises:
         RematError: nothing fits; says what the least takes.
     """
     from jaxllm.parallel.sharding_table_view import columns
+    from jaxllm.plan.graphs.remat_report import compare_remat, remat_table
     from jaxllm.plan.remat_solver import HostTier, solve
     from jaxllm.train.run import fitting_mesh
     from jaxllm.train.run_model import run_model
 
     assert budget.device is not None
+    mesh = fitting_mesh(config, run_model(config), *devices)
     tier = None
     if budget.host is not None:
         assert cluster is not None
-        mesh = fitting_mesh(config, run_model(config), cluster.devices, cluster.topology.platform)
         in_memory = dataclasses.replace(config, disk=dataclasses.replace(config.disk, directory="", bytes=0))
         tier = HostTier.of(in_memory, cluster, mesh, budget.host)
     solved = solve(config, budget.device, measure, tier)
@@ -225,7 +233,10 @@ def within_budget(
     of_host = ("of the host", "ms exposed") if tier is not None else ()
     head = ("model.remat", "GiB", *of_host, "extra FLOPs", "")
     print(columns(head, rows, f"<>{'>>' if of_host else ''}><"), end="\n\n", flush=True)
-    return with_remat(config, solved.remat)
+    chosen = with_remat(config, solved.remat)
+    if compared := remat_table(compare_remat(chosen, mesh)):
+        print(compared, end="\n\n", flush=True)
+    return chosen
 
 
 def _cluster_here() -> Cluster:

@@ -2,8 +2,8 @@
 
 A device computes one part of a sublayer at a time, and its links carry one all-reduce at a time; a part's sublayer
 waits for the all-reduce of the part's sublayer before (NanoFlow, arXiv:2408.12757; ISO, arXiv:2409.11155, has two parts
-of a prompt). More parts hide more of the all-reduces, and each reads the weights again. ``best_parts`` compares all ways to
-cut the rows; the engine cuts them in the middle (``jaxllm.infer.runner.step.step_halves``).
+of a prompt). More parts hide more of the all-reduces, and each reads the weights again. ``best_parts`` compares all
+ways to cut the rows; the engine cuts them in the middle (``jaxllm.infer.runner.step.step_halves``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxllm.compiler import aot
 from jaxllm.config import ConfigError, from_dict, to_dict
@@ -56,13 +56,13 @@ def compile_for(
         OutOfDeviceMemory: the compiler says that the program exceeds device memory.
         CompilerMissing: the compiler is not installed; names the extra to install.
     """
-    arguments = {"config": to_dict(_own(config)), "keep": None if keep is None else str(keep.absolute())}
+    arguments = {"config": to_dict(step_settings(config)), "keep": None if keep is None else str(keep.absolute())}
     env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
     report = run_isolated("jaxllm.train.compile_step:compile_here", on, arguments, progress=progress, env=env)
     return aot.CompileReport.from_json(report)
 
 
-def _own(config: RunConfig) -> RunConfig:
+def step_settings(config: RunConfig) -> RunConfig:
     """The settings that a step depends on, of a configuration that has more (of post-training)."""
     return RunConfig(**{field.name: getattr(config, field.name) for field in fields(RunConfig)})
 
@@ -126,10 +126,10 @@ def step_memory_here(run: RunConfig) -> tuple[int, int]:
     devices = jax.devices()
     chosen = options(devices[0].platform, devices[0].device_kind, run.compiler_options) or None
     if run.disk.parameters:
-        return _layer_stream_bytes(_own(run), devices, chosen)
+        return _layer_stream_bytes(step_settings(run), devices, chosen)
     if run.disk.directory:
-        return _streamed_bytes(_own(run), devices, chosen)
-    step, arguments, mesh = _step_for(_own(run), devices)
+        return _streamed_bytes(step_settings(run), devices, chosen)
+    step, arguments, mesh = _step_for(step_settings(run), devices)
     with jax.set_mesh(mesh):
         memory: Any = step.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
     return program_bytes(memory), memory.host_temp_size_in_bytes
@@ -144,7 +144,7 @@ def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str,
     abstract = replace(abstract, opt_state=files.leaves())
     programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, files)
     with jax.set_mesh(mesh):
-        lowered = lowered_programs(programs, abstract, _abstract_batch(run, model, mesh), files)
+        lowered = lowered_programs(programs, abstract, abstract_batch(run, model, mesh), files)
         compiled = compiled_programs(lowered, chosen)
     host: int = compiled.gradients.memory_analysis().host_temp_size_in_bytes
     return disk_step_bytes(compiled, abstract, files), host
@@ -157,7 +157,7 @@ def _layer_stream_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[
     abstract, files, params = _on_disk(run, run_state(run, model, build_optimizer(run, model), mesh))
     of = streamed_model(run, model, replace(abstract, params=params.leaves()), params)
     with jax.set_mesh(mesh):
-        programs = build_streamed_step(run, of, files, _abstract_batch(run, model, mesh), chosen)
+        programs = build_streamed_step(run, of, files, abstract_batch(run, model, mesh), chosen)
     hidden: int = programs.embed.memory_analysis().output_size_in_bytes
     count = run.accumulate * len(params.units)
     return sum(device_peak(programs, of, files)), hidden * (
@@ -195,10 +195,11 @@ def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any
     transform = build_optimizer(run, model)
     abstract = run_state(run, model, transform, mesh)
     own = build_step(run, model, build_value_and_grad(run, model, mesh), transform)
-    return jit_step(own, abstract), (abstract, _abstract_batch(run, model, mesh)), mesh
+    return jit_step(own, abstract), (abstract, abstract_batch(run, model, mesh)), mesh
 
 
-def _abstract_batch(run: RunConfig, model: Functional, mesh: Mesh) -> Any:
+def abstract_batch(run: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> Any:
+    """Shapes and shardings of a batch of the run's step."""
     shape = (run.data.batch_size, run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))

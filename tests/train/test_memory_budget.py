@@ -116,7 +116,7 @@ def with_places(monkeypatch):
 
     monkeypatch.setattr(compile_step, "step_memory_here", memory)
     monkeypatch.setattr(compile_step, "state_bytes_here", state)
-    known = Cluster.parse("v6e:1x1")
+    known = Cluster.parse("v6e:2x4")
     monkeypatch.setattr(memory_budget, "_cluster_here", lambda: known)
 
 
@@ -132,19 +132,20 @@ def with_places(monkeypatch):
     ],
 )
 def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, finished, capsys, budget, place, remat):
-    run = fitted_here(dataclasses.replace(runs.run_config(finished), mesh="data=1"), budget)
+    run = fitted_here(dataclasses.replace(runs.run_config(finished), mesh="data=8"), budget)
     assert run.model.remat == remat
     assert run.host.optimizer == (place == "host")
     assert run.disk == (DiskConfig("/nvme", 1 << 30) if place == "disk" else DiskConfig())
     said = capsys.readouterr().out
     assert f"{STATE / 1024:.3f} GiB on the device" in said
+    assert "least in as many MiB" in said
     assert ("in the host's memory" in said) == (budget.host is not None and budget.device < BASE << 20)
     assert ("on disk, twice that" in said) == (place == "disk")
 
 
 def test_parameters_leave_the_device_last(with_places, finished, capsys):
     """Where the run's settings allow it, the device has room, and the host for the inputs of layers."""
-    run = dataclasses.replace(runs.run_config(finished), mesh="data=1")
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
     disk, least = ("/nvme", 1 << 30), BASE - STATE - PARAMS << 20
     fitted = fitted_here(run, MemoryBudget(least, None, disk))
     assert fitted.disk == DiskConfig(*disk, parameters=True)

@@ -113,8 +113,8 @@ def step_here(topology: Topology, overlap: Literal["none", "iso", "nano"]) -> di
 @proof("overlap", cases=("h100:1x4", "v6e:2x2"), sample=1, bound={"exposed": 0.8, "seconds": 1.0})
 def halves_hide_all_reduces(on: str) -> dict[str, float]:
     """Four layers of Llama 3 8B over four devices, prompts of 8,192 tokens in a step: seconds that wait for
-    all-reduces, and seconds of the timeline, in two halves over those of the whole step. On GPUs nearly every all-reduce
-    has a matmul that it can run beside; on TPUs some are fused with one.
+    all-reduces, and seconds of the timeline, in two halves over those of the whole step. On GPUs nearly every
+    all-reduce has a matmul that it can run beside; on TPUs some are fused with one.
     """
     whole, halves = (
         run_isolated(f"{__name__}:{step_here.__name__}", on, {"overlap": kind}) for kind in ("none", "iso")

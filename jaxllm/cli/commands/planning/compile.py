@@ -38,6 +38,7 @@ def compile(argv: list[str]) -> int:
         anyway: bool = False,
         within: str | None = None,
         host: str | None = None,
+        estimate: bool = False,
     ) -> int:
         """Compiles the train step for devices that are not attached; reports memory, collectives and cost estimates.
 
@@ -56,6 +57,7 @@ def compile(argv: list[str]) -> int:
                 seven with --host.
             host: with --within: host memory for each device, such as 64GiB, where layers may keep activations too; the
                 step of least time is found, in which copies count as far as the passes do not hide them.
+            estimate: do not compile: print an estimate of the step's memory from its traced operations, in seconds.
         """
         from jaxllm.files import write_json
         from jaxllm.train.compile_step import compile_for
@@ -63,6 +65,8 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
+        if estimate:
+            return _print_estimate(config, topology, [save, html, within, host], anyway)
         if host is not None and within is None:
             raise UsageError("--host needs --within SIZE, the memory budget of a device.")
         if within is not None:
@@ -94,9 +98,31 @@ def compile(argv: list[str]) -> int:
 
     # All other options are settings of the run.
     known, settings = split_settings(
-        argv, ("--on", "--save", "--html", "--within", "--host"), ("--anyway", "--no-anyway", "--help", "-h")
+        argv,
+        ("--on", "--save", "--html", "--within", "--host"),
+        ("--anyway", "--no-anyway", "--estimate", "--no-estimate", "--help", "-h"),
     )
     return parse_command(run, known, "jaxllm compile")
+
+
+def _print_estimate(config: RunConfig, topology: Topology, others: list[object], anyway: bool) -> int:
+    """Prints the estimated memory of a run's step; returns 1 if it does not fit."""
+    from jaxllm.plan.graphs.step_estimate import estimate_step
+    from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
+
+    if anyway or any(one is not None for one in others):
+        raise UsageError("--estimate compiles nothing; give it without --save, --html, --within, --host and --anyway.")
+    mesh = fitting_mesh(config, run_model(config), topology.num_devices, topology.platform)
+    found = estimate_step(config, mesh)
+    limit = topology.hbm_bytes
+    print(
+        f"{config.name} on {topology.name}, mesh {mesh}, estimated without a compiler, GiB of a device\n"
+        f"  arguments   {found.arguments / 2**30:10.3f}\n"
+        f"  all else    {found.temporaries / 2**30:10.3f}  packed; live {found.live / 2**30:.3f}\n"
+        f"  in all      {found.total / 2**30:10.3f}" + ("" if limit is None else f"  of {limit / 2**30:.2f}")
+    )
+    return 1 if limit is not None and found.total > limit else 0
 
 
 def _print_rollouts(config: RunConfig, on: str, report: CompileReport) -> None:
@@ -141,7 +167,8 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
 
     try:
         cluster = None if budget.host is None else Cluster.parse(topology.name)
-        return within_budget(config, budget, measure, cluster)
+        devices = topology.num_devices, topology.platform
+        return within_budget(config, budget, measure, devices, cluster)
     except RematError as error:
         print(error)
         return None

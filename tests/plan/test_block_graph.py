@@ -1,0 +1,107 @@
+"""Graphs of traced programs: a block's recomputation by policy and at least; estimated bytes of small programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxllm import cli
+from jaxllm.data import DataConfig
+from jaxllm.plan.graphs.block_graph import BlockGraph, block_graphs
+from jaxllm.plan.graphs.jaxpr_graph import graph_of
+from jaxllm.plan.graphs.peak_estimate import estimate
+from jaxllm.plan.graphs.remat_report import compare_remat, remat_table
+from jaxllm.train import RunConfig
+from jaxllm.train.model_flops import recomputed_flops
+from sharding import MeshSpec
+from tests import tiny
+
+ROWS, LENGTH, LAYERS = 4, 16, 3
+WIDTHS = {"qkv": 3 * 16, "attention": 16 + 2, "residual": 16, "inner": 2 * 24}
+
+
+def run() -> RunConfig:
+    model = tiny.decoder(
+        dtype="float32", heads=2, kv_heads=2, head_dim=8, embed_dim=16, mlp=24, vocab_size=32, layers=LAYERS
+    )
+    return RunConfig(model=model, data=DataConfig(batch_size=ROWS, seq_len=LENGTH), mesh="fsdp=2", steps=2)
+
+
+@functools.cache
+def block() -> BlockGraph:
+    (found,) = block_graphs(run(), MeshSpec.parse("fsdp=2"))
+    return found
+
+
+@pytest.mark.parametrize(
+    "values", [("attention",), ("qkv", "attention"), ("attention", "inner"), ("attention", "residual", "inner")]
+)
+def test_a_policy_in_the_graph_is_that_of_the_formulas(values: tuple[str, ...]):
+    """Bytes and FLOPs of one device of two; attention is kept, of which the trace computes masked pairs as well."""
+    policy, tokens = "save:" + "+".join(values), ROWS * LENGTH // 2
+    own = block().kept_by(policy)
+    assert own is not None
+    assert own.bytes == 4 * tokens * sum(map(WIDTHS.__getitem__, values))
+    model = run().model
+    assert own.time == pytest.approx(tokens * recomputed_flops(policy, model, model.pattern, LENGTH), rel=1e-12)
+    best = block().best(own.bytes)
+    assert best.bytes <= own.bytes
+    assert best.time <= own.time
+    assert block().repeats == LAYERS
+
+
+def test_the_least_of_a_block_is_listed_beside_its_policies():
+    config = run()
+    policies = "attention=1,offload=1,elementwise=1"
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=policies))
+    compared = compare_remat(config, MeshSpec.parse("fsdp=2"))
+    assert [(one.policy, one.layers) for one in compared] == [("attention", 1), ("elementwise", 1)]
+    assert compared[1].own.time == compared[1].best.time == 0
+    assert compared[0].own.time > compared[0].best.time > 0, "results of attention are cheaper to keep than its inputs"
+    text = remat_table(compared)
+    assert "the least, beside attention: " in text
+    assert "flash_attention_out" in text
+    assert "beside elementwise" not in text
+    assert compare_remat(config, MeshSpec.parse("stage=2")) == []
+    assert remat_table([]) == ""
+
+
+def test_a_graph_has_calls_inlined_and_names_on_values():
+    def inner(x):
+        return checkpoint_name(jnp.sin(x), "sine").reshape(-1)
+
+    found = graph_of(jax.make_jaxpr(lambda x, w: jax.jit(inner)(x @ w).sum())(jnp.ones((3, 4)), jnp.ones((4, 5))))
+    assert found.primitives == ("", "", "dot_general", "sin", "reduce_sum")
+    assert [one.bytes for one in found.graph.operations] == [48, 80, 60, 60, 4]
+    assert [one.time for one in found.graph.operations] == [0, 0, 2 * 3 * 4 * 5, 0, 0]
+    assert found.names[3] == {"sine"}
+    assert (found.results, found.arguments) == ((4,), 2)
+
+
+def test_estimates_of_small_programs():
+    x = jnp.ones((16, 16))  # 1,024 bytes
+    two = estimate(jax.make_jaxpr(lambda x: (x @ x) @ x)(x))
+    assert (two.arguments, two.temporaries, two.live, two.total) == (1024, 2048, 2048, 3072)
+    assert estimate(jax.make_jaxpr(lambda x: (x @ x) @ x)(x), [True]).temporaries == 1024  # the result is in x's memory
+    fused = jax.make_jaxpr(lambda x: jnp.sum(jnp.sin(x) * 2 + x))(x)
+    assert estimate(fused).temporaries == 4
+    over = jax.make_jaxpr(lambda x: jnp.tanh(x @ x) @ x)(x)
+    assert estimate(over).temporaries == 2048, "tanh writes over its operand"
+    loop = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, w: ((c @ w) @ w, c @ w), x, jnp.ones((8, 16, 16))))(x)
+    # The matrices and the stacked results, the carry; in the body a slice, one matmul's operand and its result.
+    assert estimate(loop).temporaries == 2 * 8192 + 1024 + 3 * 1024
+
+
+def test_compile_estimates_without_compiling(capsys, monkeypatch):
+    monkeypatch.setattr("jaxllm.train.compile_step.compile_for", None)
+    small = ["--model.layers", "2", "--model.embed-dim", "32", "--data.seq-len", "32"]
+    argv = ["compile", "quickstart", "--on", "v5e:2x2", "--estimate", *small]
+    assert cli.main(argv) == 0
+    assert "estimated without a compiler" in capsys.readouterr().out
+    assert cli.main([*argv, "--within", "3"]) == 2
+    assert "--estimate compiles nothing" in capsys.readouterr().err
