@@ -21,8 +21,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "data parallelism": {},
     "diloco": {"kind": "diloco"},
     "diloco, int8": {"kind": "diloco", "compress": "int8"},
+    "diloco, momentum 0.8": {"kind": "diloco", "momentum": 0.8},
+    "diloco, momentum 0.8, int8": {"kind": "diloco", "momentum": 0.8, "compress": "int8"},
     "sparseloco, topk:0.02,int8": {"kind": "sparseloco", "compress": "topk:0.02,int8"},
     "sparseloco, topk:0.02,int2": {"kind": "sparseloco", "compress": "topk:0.02,int2"},
+    "sparseloco, topk:0.03,int8, every 5": {
+        "kind": "sparseloco",
+        "compress": "topk:0.03,int8",
+        "every": 5,
+        "feedback": 1.0,
+        "rate": 1.3,
+    },
     "co2": {"kind": "co2"},
 }
 """Outer steps by name."""
@@ -70,7 +79,7 @@ def run(name: str, setting: dict[str, Any], steps: int, seed: int, folder: Path)
     model = run_model(config)
     mesh = MeshSpec.parse(config.mesh).build(jax.devices()[: REPLICAS * stages])
     params = run_state(config, model, build_optimizer(config, model), mesh).params
-    rounds = steps if outer.kind == "none" else steps // EVERY
+    rounds = steps if outer.kind == "none" else steps // outer.every
     plain = OuterConfig("diloco", every=EVERY) if outer.kind == "none" else outer
     return {"heldout_nll": found.nll, "sent_bytes": sent_bytes(plain, params, REPLICAS) * rounds}
 

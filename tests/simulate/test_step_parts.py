@@ -1,4 +1,4 @@
-"""Parts of a serving step: the makespan is the longest path of its operations, and the best parts are those of a search."""
+"""Parts of a serving step: the makespan is the longest path of its operations; the best parts those of a search."""
 
 from __future__ import annotations
 
