@@ -124,6 +124,7 @@ def test_annealing_finds_the_clusters_of_many_units():
     links = tuple(tuple(math.inf if a == b else 10.0 if a % 2 == b % 2 else 0.5 for b in range(16)) for a in range(16))
     costs = OrderCosts(16, 1, (1.0,) * 16, (0.0,) * 16, 1.0, 0.0, 0.0, 0.0, links, 32, 2, 4)
     found = annealed_order(costs)
+    assert found is not None
     assert found == best_order(costs)
     assert sum(a % 2 != b % 2 for a, b in itertools.pairwise(found.order)) == 1
 
