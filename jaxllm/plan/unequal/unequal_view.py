@@ -23,7 +23,7 @@ SPLITS = 8
 
 
 def described_cluster(run: RunConfig, cluster: UnequalCluster) -> str:
-    """What is planned for: the run, and each group's devices, memory, speed and links."""
+    """Description of the run and of each group's devices, memory, speed and links."""
     data = run.data
     rows = [
         (

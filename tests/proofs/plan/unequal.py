@@ -199,9 +199,12 @@ def unequal_search_is_brute_force(seed: int) -> float:
     for mesh in meshes(run, None):
         sizes = dict(mesh.axes)
         stages, replicas = sizes.get("stage", 1), sizes.get("data", 1)
-        if stages * replicas != units:
+        if stages * replicas != units or stages > run.model.layers:
             continue
-        for laid in plans(run, mesh, None):
+        # Layouts are enumerated for layers that divide; the depths of others are chosen below.
+        even = run if stages == 1 else dataclasses.replace(run, model=dataclasses.replace(run.model, layers=2 * stages))
+        for one in plans(even, mesh, None):
+            laid = dataclasses.replace(one, model=dataclasses.replace(one.model, layers=run.model.layers))
             if stages == 1:
                 whole = [replica_unit_cost(laid, mesh, cluster, group) for group in groups]
                 own = [whole[unit.group] for unit in cluster.units]
