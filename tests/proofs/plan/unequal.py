@@ -94,7 +94,7 @@ def drawn_costs(seed: int, units: int = 8) -> OrderCosts:
     )
 
 
-@proof("plan", count=200, sample=1, bound={"branch and bound": 1e-9, "annealing": 0.1})
+@proof("plan", count=200, sample=1, bound={"branch and bound": 1e-9, "annealing": 0.25})
 def unequal_orders_are_brute_force(seed: int) -> dict[str, float]:
     """Step time of eight devices in the order found, over that of the fastest of all 40,320 with all depths, less 1."""
     costs = drawn_costs(seed)
