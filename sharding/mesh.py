@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -111,20 +114,32 @@ class MeshSpec:
         sizes = {open_axes[0]: rest // inner} if len(open_axes) == 2 else {}
         return MeshSpec(tuple((name, sizes.get(name, inner) if size == -1 else size) for name, size in self.axes))
 
-    def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def build(self, devices: Sequence[jax.Device] | None = None, order: Sequence[int] = ()) -> Mesh:
         """Mesh of explicit axes over ``devices`` (all of this backend by default).
 
         Devices are ordered so that inner axes use the fastest links; a mesh axis may be a part of a slice's axis
         (tensor=4 on an 8 x 8 slice), which ``jax.make_mesh`` does not support. Over several slices, the outer parts of
         the axes in ``BETWEEN_SLICES`` span slices, and everything else stays inside one.
 
+        Args:
+            devices: of the mesh.
+            order: order of equal blocks of consecutive devices, by their numbers from 0: the first axes are over these
+                blocks in this order, and devices are ordered by their links inside each alone. Empty: by links.
+
         Raises:
-            ShardingError: the sizes do not multiply to the number of devices, or do not divide over the slices.
+            ShardingError: the sizes do not multiply to the number of devices, or do not divide over the slices; the
+                order is not one of the blocks that the first axes are over.
         """
         devices = list(jax.devices() if devices is None else devices)
         spec = self.resolve(len(devices))
         names = tuple(name for name, _ in spec.axes)
         sizes = tuple(size for _, size in spec.axes)
+        if order:
+            outer, each = spec.over_blocks(order), len(devices) // len(order)
+            inside = sizes[outer:] or (1,)
+            blocks = [devices[at * each : (at + 1) * each] for at in order]
+            laid = [mesh_utils.create_device_mesh(inside, one, allow_split_physical_axes=True) for one in blocks]
+            return Mesh(np.reshape(laid, sizes), names, axis_types=(AxisType.Explicit,) * len(names))
         slices = len({getattr(device, "slice_index", 0) for device in devices})
         if slices == 1:
             ordered = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
@@ -133,6 +148,25 @@ class MeshSpec:
             inside = [size // outer for size, outer in zip(sizes, between, strict=True)]
             ordered = mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
         return Mesh(ordered, names, axis_types=(AxisType.Explicit,) * len(names))
+
+    def over_blocks(self, order: Sequence[int]) -> int:
+        """Number of first axes that are over the blocks of a device order, see ``build``.
+
+        Raises:
+            ShardingError: the order does not have each block once, or no first axes multiply to their number.
+        """
+        if sorted(order) != list(range(len(order))):
+            raise ShardingError(
+                f"device order {' '.join(map(str, order))}: give each number from 0 to {len(order) - 1} once, in the "
+                "order of the mesh."
+            )
+        legal = list(itertools.accumulate((size for _, size in self.axes), operator.mul))
+        if len(order) not in legal:
+            raise ShardingError(
+                f"a device order of {len(order)} blocks does not go with the mesh {self}, whose first axes multiply to "
+                f"{', '.join(map(str, dict.fromkeys(legal)))}; give the order of as many blocks."
+            )
+        return legal.index(len(order)) + 1
 
     def between(self, slices: int) -> tuple[int, ...]:
         """Factor of each axis, in order, that spans slices; the factors multiply to ``slices``.

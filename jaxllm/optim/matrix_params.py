@@ -74,19 +74,19 @@ def mean(x: Array, over: tuple[int, ...]) -> Array:
 
 
 def decompose_each(
-    decompose: Callable[[Float[Array, "S k k"]], Float[Array, "S k k"]], stack: Float[Array, "S k k"]
-) -> Float[Array, "S k k"]:
+    decompose: Callable[[Float[Array, "S k k"]], Float[Array, "S *rest"]], stack: Float[Array, "S k k"]
+) -> Float[Array, "S *rest"]:
     """Matrix decomposition of a stack; on CPU one matrix at a time.
 
     XLA's CPU decompositions of several matrices wait for threads of the pool that they run in, so that with several
     simulated devices every thread waits for another one and the program never ends.
 
     Args:
-        decompose: stack of matrices -> stack of matrices.
+        decompose: stack of matrices -> stack of matrices, or of vectors.
         stack: the matrices.
     """
 
-    def single(matrix: Float[Array, "k k"]) -> Float[Array, "k k"]:
+    def single(matrix: Float[Array, "k k"]) -> Float[Array, "*rest"]:
         return decompose(matrix[None])[0]
 
     return jax.lax.platform_dependent(stack, cpu=lambda stack: jax.lax.map(single, stack), default=decompose)

@@ -112,13 +112,7 @@ def search(
     Raises:
         ConfigError: the run has outer steps or compressed gradients, whose memory and time have no formula.
     """
-    for given, setting in ((run.outer.kind != "none", "outer.kind"), (bool(run.grads.compress), "grads.compress")):
-        if given:
-            raise ConfigError(
-                f"a layout search has no formula for {setting}: leave it out and plan the devices and the batch of one "
-                "replica, then give the mesh replica=R (or data=R) in front; `jaxllm shard` prints the bytes between "
-                "them."
-            )
+    check_formulas(run)
     limit = memory_limit(cluster)
     fitting: list[ParallelLayout] = []
     nearest: tuple[int, RunConfig, MeshSpec, MemoryEstimate] | None = None
@@ -143,6 +137,21 @@ def search(
         _, laid, mesh, taken = nearest
         least = _predicted(laid, _work(laid, mesh, documents), taken, cluster, calibration, limit, documents)
     return LayoutSearchResult(tuple(_distinct(fitting)), least, tried)
+
+
+def check_formulas(run: RunConfig) -> None:
+    """Checks that there are formulas for a run's memory and time.
+
+    Raises:
+        ConfigError: the run has outer steps or compressed gradients.
+    """
+    for given, setting in ((run.outer.kind != "none", "outer.kind"), (bool(run.grads.compress), "grads.compress")):
+        if given:
+            raise ConfigError(
+                f"a layout search has no formula for {setting}: leave it out and plan the devices and the batch of one "
+                "replica, then give the mesh replica=R (or data=R) in front; `jaxllm shard` prints the bytes between "
+                "them."
+            )
 
 
 def predict_layout(
@@ -237,6 +246,14 @@ def meshes(run: RunConfig, cluster: Cluster, documents: DocumentBatch | None = N
         yield mesh
 
 
+def legal_layouts(run: RunConfig, mesh: MeshSpec) -> Iterator[RunConfig]:
+    """All legal layouts of a run on a mesh, with experts that are not folded: remat, ZeRO stages, micro-batches, and of
+    pipelines schedules and shares of offloaded layers; whether they fit or not.
+    """
+    for family in _families_of(run, mesh, ""):
+        yield from (laid for laid in family if _runs(laid, mesh))
+
+
 def _families(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None = None) -> Iterator[Iterator[RunConfig]]:
     """Candidate runs on a mesh, in groups whose first fitting member is the fastest."""
     for experts in foldings(run, mesh):
@@ -317,6 +334,7 @@ def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int,
     return dataclasses.replace(
         run,
         mesh=str(mesh),
+        device_order=(),
         accumulate=accumulate,
         parallel=dataclasses.replace(plan, zero=zero),  # type: ignore[arg-type]
         model=_recomputing(run.model, remat),

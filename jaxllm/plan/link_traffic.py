@@ -87,8 +87,13 @@ def traffic_of_choices(
         run, mesh, cluster, calibration: see ``link_traffic``.
 
     Raises:
-        ConfigError: the documents of a batch decide on what is sent.
+        ConfigError: the documents of a batch decide on what is sent, or devices are not in the order of their links.
     """
+    if run.device_order:
+        raise ConfigError(
+            "device_order: bytes by class of link are those of devices in the order of their links; leave out --on, or "
+            "the device order."
+        )
     if run.parallel.context == "by_need":
         raise ConfigError(
             'parallel.context = "by_need": the documents of a batch decide on what is sent, so there is no formula; '

@@ -101,6 +101,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "pipeline", "local axis", "stages sum gradients over data and fsdp alone", "give data the devices of local"
     ),
     Refusal("pipeline", "two-level sums", "stages sum gradients in one all-reduce", 'set parallel.reduce to "flat"'),
+    *(
+        Refusal(
+            "device order",
+            other,
+            "its levels are those of devices in the order of their links",
+            "leave device_order out",
+        )
+        for other in ("two-level sums", "3-level ZeRO", "local axis")
+    ),
     *LOW_COMMUNICATION,
     *ELASTIC,
     Refusal(

@@ -75,6 +75,9 @@ class RunConfig:
         seed: seed of the parameters and of all randomness of the run.
         mesh: devices by named axis ("fsdp=4,tensor=2,context=2"; ``sharding.AXES``) or a preset: dp, fsdp, tp,
             fsdp_tp.
+        device_order: order of equal blocks of consecutive devices in the mesh, by their numbers from 0: its first axes
+            are over these blocks ("2 0 1 3": of four nodes, processes in order, the third comes first). Empty: devices
+            are ordered by their links.
         parallel: how arrays are sharded over the mesh: ZeRO stage, sequence, context and pipeline parallelism.
         host: optimizer offload and parameter offload to host memory.
         disk: optimizer and parameter offload to files.
@@ -109,6 +112,7 @@ class RunConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
     seed: int = 0
     mesh: str = runtime_only("dp")
+    device_order: tuple[int, ...] = runtime_only(())
     parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"runtime_only": True})
     host: HostConfig = field(default_factory=HostConfig, metadata={"runtime_only": True})
     disk: DiskConfig = field(default_factory=DiskConfig, metadata={"runtime_only": True})

@@ -364,7 +364,7 @@ def run_mesh(config: RunConfig, model: Functional, devices: Sequence[jax.Device]
     """
     mesh = fitting_mesh(config, model, len(devices), devices[0].platform)
     islands = len({island_of(device) for device in devices})
-    return two_level_mesh(config, mesh, islands, devices[0].platform).build(devices)
+    return two_level_mesh(config, mesh, islands, devices[0].platform).build(devices, config.device_order)
 
 
 def two_level_mesh(config: RunConfig, mesh: MeshSpec, islands: int, platform: str) -> MeshSpec:
@@ -380,7 +380,8 @@ def two_level_mesh(config: RunConfig, mesh: MeshSpec, islands: int, platform: st
         ConfigError: two-level sums are asked for, and the mesh has no two levels.
     """
     reduce = config.parallel.reduce
-    plain = config.outer.kind == "none" and not config.grads.compress and dict(mesh.axes).get("stage", 1) == 1
+    plain = config.outer.kind == "none" and not (config.grads.compress or config.device_order)
+    plain = plain and dict(mesh.axes).get("stage", 1) == 1
     if (
         reduce == "two_level"
         or config.parallel.zero == "3level"
@@ -415,6 +416,8 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
     trained_params(config, model)  # raises for a pattern that matches nothing
     check_combinations(config, dict(mesh.axes), platform)
     check_reference(config)
+    if config.device_order:
+        mesh.over_blocks(config.device_order)
     return mesh
 
 

@@ -175,6 +175,7 @@ FEATURES: dict[str, Feature] = {
     "outer step": Feature(lambda run, _: run.outer.kind != "none", _outer),
     "slow replicas": Feature(lambda run, _: bool(run.outer.slow), lambda run: f"outer.slow = {run.outer.slow}"),
     "no outer step": Feature(lambda run, _: run.outer.kind == "none", _outer),
+    "device order": Feature(lambda run, _: bool(run.device_order), lambda run: f"device_order = {run.device_order}"),
     "two-level sums": Feature(
         lambda run, _: run.parallel.reduce == "two_level", lambda run: f'parallel.reduce = "{run.parallel.reduce}"'
     ),

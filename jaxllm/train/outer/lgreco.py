@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 import sharding
+from jaxllm.optim.matrix_params import decompose_each
 from jaxllm.train.outer.power_sgd import PowerSgd
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
@@ -160,7 +161,7 @@ def rank_errors(x: Array) -> Float[Array, "L C"]:
     matrices = x.reshape(shape).astype(jnp.promote_types(x.dtype, jnp.float32))
     # Squared singular values are the eigenvalues of the smaller product of a matrix with itself.
     equation = "lmn,lkn->lmk" if shape[1] <= shape[2] else "lmn,lmk->lnk"
-    energy = jnp.maximum(jnp.linalg.eigvalsh(jnp.einsum(equation, matrices, matrices)), 0)
+    energy = jnp.maximum(decompose_each(jnp.linalg.eigvalsh, jnp.einsum(equation, matrices, matrices)), 0)
     below = jnp.cumsum(energy, axis=1)  # in rising order
     zero = jnp.zeros(shape[0], energy.dtype)
     return jnp.stack([zero if rank == WHOLE else below[:, min(shape[1:]) - rank - 1] for rank in found], axis=1)

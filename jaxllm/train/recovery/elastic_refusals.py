@@ -22,6 +22,7 @@ ELASTIC: tuple[Refusal, ...] = (
     Refusal(
         "elastic", "3-level ZeRO", "its groups are of equal size, which devices that are left may not be", LEAVE_OUT
     ),
+    Refusal("elastic", "device order", "it numbers blocks of all devices, of which some may be lost", LEAVE_OUT),
     Refusal("elastic", "context by need", "slots are made for a number of devices, which is fixed", LEAVE_OUT),
     Refusal("elastic", "optimizer state on disk", "files of a lost host are lost with it", IN_DEVICE_MEMORY),
     Refusal("elastic", TOGETHER, "the joint step has its own loop", LEAVE_OUT),

@@ -55,7 +55,8 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
     if preset is None:  # without stages there is nothing that these would divide or move
         plan = dataclasses.replace(plan, chunks=0, depths=(), offload=0.0, experts="")
     model = functional(config, plan.rules())
-    mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1])
+    order = example.get("device_order", ()) if preset else ()
+    mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1], order)
     transform = optimizer(OPTIM, steps, model.logical_axes())
     abstract = abstract_state(model, transform, mesh)
     grads_of = build_value_and_grad(

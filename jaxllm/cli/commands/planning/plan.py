@@ -63,7 +63,8 @@ def plan(argv: list[str]) -> int:
 
         Args:
             recipe: name of the recipe, or FILE.py:FUNCTION.
-            on: topology, such as v6e:8x8 or h100:8x8, or several separated by commas.
+            on: topology, such as v6e:8x8 or h100:8x8, or several separated by commas; or FILE.toml, which describes
+                groups of unequal devices and the links between them (nothing is compiled for these).
             top: number of layouts to show and compile.
             compile: compile the shown layouts and report the compiler's memory and cost estimates.
             explain: number of a layout to show in full.
@@ -86,6 +87,13 @@ def plan(argv: list[str]) -> int:
         if top < 1 or (explain is not None and not 1 <= explain <= top):
             raise UsageError(f"--top {top} --explain {explain}: give --top of 1 or more, and --explain within it.")
         known = table.TABLE if hardware is None else table.read(hardware)
+        if on.endswith(".toml"):
+            from jaxllm.cli.commands.planning.plan_unequal import plan_unequal
+
+            given = {"--calibrate": calibrate, "--documents": documents, "--tokens": tokens, "--as-is": as_is or None}
+            if unequal := [name for name, value in given.items() if value is not None]:
+                raise UsageError(f"{unequal[0]}: it is for equal devices (--on TOPOLOGY); leave it out for {on}.")
+            return plan_unequal(config, Path(on), known, top=top, explain=explain, save=save, json=json)
         clusters = [Cluster.parse(name, known) for name in on.split(",")]
         if save is not None and len(clusters) > 1:
             raise UsageError(f"--save {save} needs a single topology, not --on {on}.")
@@ -145,6 +153,8 @@ def _layouts(
         f"{config.data.batch_size} rows of {config.data.seq_len:,}, {tokens:,} tokens a step"
     )
     if as_is:
+        if config.device_order:
+            raise UsageError("--device-order: --as-is predicts devices in the order of their links; leave it out.")
         mesh = described_mesh(config, cluster.devices, cluster.topology)
         layouts = [layout_search.predict_layout(config, mesh, cluster, calibration, documents=documents)]
         tried = 1

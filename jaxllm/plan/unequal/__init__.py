@@ -1,0 +1,1 @@
+"""Plans for clusters of unequal devices and links."""
