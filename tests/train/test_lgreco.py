@@ -235,3 +235,12 @@ def test_what_is_no_budget_is_refused():
             GradsConfig("powersgd:4", **fields)
     found = GradsConfig("lgreco:0.2")
     assert (found.error_feedback, found.steps_between_choices, found.most_programs) == (1.0, 100, 4)
+
+
+def test_cpu_programs_decompose_one_matrix_at_a_time():
+    """A batch would wait for threads of the pool it runs in: on eight simulated devices the measure never ended."""
+    x = jax.ShapeDtypeStruct((4, 32, 16), jnp.float32)
+    text = jax.jit(rank_errors).lower(x).compile().as_text()
+    found = [line.split("custom-call")[0] for line in text.splitlines() if "syevd" in line and "custom-call(" in line]
+    assert found
+    assert all("[1,16" in line or "[16" in line for line in found), found
