@@ -307,7 +307,7 @@ class _Quantiser:
         return self.config.grid(self.scale_dtype, bits or self.bits.get(self._key(path, row, expert)))
 
     def _key(self, path: str, row: int, expert: int) -> Key:
-        """What has bits of its own: a matrix of a layer; with experts alone that of each expert (EdgeMoE)."""
+        """Key of a matrix with bits of its own: of a layer; with experts alone that of each expert (EdgeMoE)."""
         return (path, row, expert) if self.config.only else (path, row)
 
     def _allocate(self, recorder: BlockRecorder) -> None:

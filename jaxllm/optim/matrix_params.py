@@ -74,8 +74,8 @@ def mean(x: Array, over: tuple[int, ...]) -> Array:
 
 
 def decompose_each(
-    decompose: Callable[[Float[Array, "S k k"]], Float[Array, "S *rest"]], stack: Float[Array, "S k k"]
-) -> Float[Array, "S *rest"]:
+    decompose: Callable[[Float[Array, "S k k"]], Float[Array, "S ..."]], stack: Float[Array, "S k k"]
+) -> Float[Array, "S ..."]:
     """Matrix decomposition of a stack; on CPU one matrix at a time.
 
     XLA's CPU decompositions of several matrices wait for threads of the pool that they run in, so that with several
@@ -86,7 +86,7 @@ def decompose_each(
         stack: the matrices.
     """
 
-    def single(matrix: Float[Array, "k k"]) -> Float[Array, "*rest"]:
+    def single(matrix: Float[Array, "k k"]) -> Float[Array, "..."]:
         return decompose(matrix[None])[0]
 
     return jax.lax.platform_dependent(stack, cpu=lambda stack: jax.lax.map(single, stack), default=decompose)

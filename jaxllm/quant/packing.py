@@ -12,7 +12,7 @@ from jaxtyping import Array
 import sharding
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import HostPackedFormat, PackedWeight, WeightFormat, is_packed, scale_spec
-from jaxllm.quant.formats.format_table import EXPERTS_ONLY, VOCABULARY_FORMAT, Packing, packing
+from jaxllm.quant.formats.format_table import EXPERTS_ONLY, VOCABULARY_FORMAT, WeightPacking, packing
 
 
 def pack_params(model: Functional, params: Any, name: str) -> Any:
@@ -63,7 +63,7 @@ def pack_repeat(model: Functional, segment: int, params: Any, name: str) -> Any:
     return jax.tree.map_with_path(one, params)
 
 
-def _packing_for(model: Functional, name: str) -> Packing:
+def _packing_for(model: Functional, name: str) -> WeightPacking:
     chosen = packing(name)
     if chosen.experts_only and not model.config.mixtures:
         dense = name.removeprefix(EXPERTS_ONLY)

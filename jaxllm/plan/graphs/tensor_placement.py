@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TierPlacement:
+class GraphPlacement:
     """Order of operations, and moves of values between the tiers.
 
     Attributes:
@@ -60,7 +60,7 @@ def compulsory_bytes(graph: ValueGraph) -> int:
     return sum(graph.operations[i].bytes for i in read | written)
 
 
-def place(graph: ValueGraph, capacity: int, *, part: int | None = None, seconds: float | None = None) -> TierPlacement:
+def place(graph: ValueGraph, capacity: int, *, part: int | None = None, seconds: float | None = None) -> GraphPlacement:
     """Order and placement with the fewest moved bytes.
 
     Args:
@@ -93,7 +93,7 @@ def place(graph: ValueGraph, capacity: int, *, part: int | None = None, seconds:
         optimal &= known
     moved = sum(graph.operations[one.operation].bytes for one in moves if one.kind in ("write", "fetch"))
     check(graph, capacity, moves)
-    return TierPlacement(tuple(moves), moved, optimal)
+    return GraphPlacement(tuple(moves), moved, optimal)
 
 
 def cut(graph: ValueGraph, most: int) -> list[list[int]]:

@@ -43,8 +43,8 @@ EXPERTS_ONLY = "experts_"
 """Beginning of the names of formats that only the experts of a mixture are packed in (MoQE, arXiv:2310.02410)."""
 
 
-class Packing(NamedTuple):
-    """What a name of ``--weights`` packs.
+class WeightPacking(NamedTuple):
+    """Matrices and format that a name of ``--weights`` packs.
 
     Attributes:
         make: the format, for the last dimension that is summed over.
@@ -74,8 +74,8 @@ def packing_choices() -> list[str]:
     return [f"{EXPERTS_ONLY}FORMAT", *(EXPERTS_ONLY + name for name in EXPERT_FORMATS), *WEIGHT_FORMATS]
 
 
-def packing(name: str) -> Packing:
-    """What a name packs.
+def packing(name: str) -> WeightPacking:
+    """Matrices and format that a name packs.
 
     Raises:
         ValueError: there is no such name; lists those that there are.
@@ -84,5 +84,5 @@ def packing(name: str) -> Packing:
         legal = ", ".join(packing_choices())
         raise ValueError(f"weight format {name!r}: give one of {legal}.{closest(name, packing_names())}")
     if name in WEIGHT_FORMATS:
-        return Packing(WEIGHT_FORMATS[name], experts_only=False)
-    return Packing((WEIGHT_FORMATS | EXPERT_FORMATS)[name.removeprefix(EXPERTS_ONLY)], experts_only=True)
+        return WeightPacking(WEIGHT_FORMATS[name], experts_only=False)
+    return WeightPacking((WEIGHT_FORMATS | EXPERT_FORMATS)[name.removeprefix(EXPERTS_ONLY)], experts_only=True)
