@@ -98,7 +98,7 @@ def test_slots_of_mixed_widths_serve_the_same(slots, quantised, rng, monkeypatch
     """Tokens are those of resident dense experts; fewer bytes are copied than the slots hold."""
     monkeypatch.setitem(engines.MODELS, "mixed", CONFIG)
     params = load_tensors(*read_model(quantised), weights="packed").params
-    dense = load_hf(quantised).params
+    dense = jax.tree.map(np.asarray, load_hf(quantised).params)
     assert all(isinstance(x, PackedWeight) for x in experts_of(params).values())
     config = engines.ENGINES["roomy"]
     engine = engines.build(config, "mixed", params=params, placement=WeightPlacement(1, 9, expert_slots=slots))

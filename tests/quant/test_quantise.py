@@ -29,7 +29,7 @@ from jaxllm.quant import smoothing
 from jaxllm.quant.input_statistics import CalibrationError, statistics
 from jaxllm.quant.packing import describe_packed
 from sharding import MeshSpec
-from tests import tiny
+from tests import quick, tiny
 
 ROWS, LENGTH = 6, 24
 IDS = np.random.default_rng(5).integers(0, 64, ROWS * LENGTH).tolist()
@@ -56,8 +56,9 @@ def without_tokenizer(monkeypatch):
 def logits(model) -> np.ndarray:
     tokens = jnp.asarray(IDS[:LENGTH])[None]
     run = functional(model.config)
-    hidden, _ = run.forward(model.params, tokens, jnp.arange(LENGTH)[None], Segments())
-    return np.asarray(run.head(model.params, hidden))
+    with quick.mesh_of(model.params):
+        hidden, _ = run.forward(model.params, tokens, jnp.arange(LENGTH)[None], Segments())
+        return np.asarray(run.head(model.params, hidden))
 
 
 def theirs(path: Path) -> np.ndarray:

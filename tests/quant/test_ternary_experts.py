@@ -65,7 +65,7 @@ def test_rows_are_decoded_exactly(rows, inputs, zeros, rng):
     for row, end, count in zip(values, np.cumsum(counts), counts, strict=True):
         np.testing.assert_array_equal(decode_row(words[end - count : end], inputs), row)
     with pytest.raises(ValueError, match="values -1, 0 and 1 alone"):
-        encode(values + 2)
+        encode(values + 3)
 
 
 @pytest.mark.parametrize("zeros", [0.81, 0.83, 0.885, 0.95])

@@ -16,7 +16,7 @@ import jax
 
 import sharding
 from jaxllm.models.remat import BEFORE_ATTENTION, MATMUL_RESULTS, VALUES, Policy, saved_values
-from jaxllm.plan.graphs.jaxpr_graph import TracedGraph, graph_of, inner_jaxprs
+from jaxllm.plan.graphs.jaxpr_graph import TracedGraph, graph_of, inner_jaxprs, scan_counts
 from jaxllm.plan.graphs.kept_values import KeptValues, keep, recompute
 from jaxllm.plan.graphs.value_graph import Operation, ValueGraph
 from jaxllm.train.compile_step import abstract_batch, step_settings
@@ -114,9 +114,8 @@ def _layer_loops(jaxpr: Any) -> list[Any]:
 
 def _block(loop: Any) -> BlockGraph:
     """Block of a forward loop."""
-    body, carries = loop.params["jaxpr"], loop.params["num_carry"]
+    body, (first, carries) = loop.params["jaxpr"], scan_counts(loop)
     traced = graph_of(body)
-    first = loop.params["num_consts"]
     streams = range(first, first + carries)
     depends: set[int] = set(streams)
     operations: list[Operation] = []

@@ -146,6 +146,15 @@ def inner_jaxprs(equation: Any) -> list[Any]:
     return found
 
 
+def scan_counts(equation: Any) -> tuple[int, int]:
+    """Number of constants and of carries of a scan, its first arguments; jax 0.12 keeps them as a tree of arguments."""
+    params = equation.params
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()
+    return len(consts), len(carries)
+
+
 class _Reader:
     """Operations of a jaxpr and of those it calls, in order."""
 
@@ -200,8 +209,7 @@ class _Reader:
         label = name + (f" {equation.params['name']}" if isinstance(equation.params.get("name"), str) else "")
         taken = 0
         if bodies and self.scratch is not None:
-            params = equation.params
-            slices = len(given) - params["num_consts"] - params["num_carry"] if name == "scan" else 0
+            slices = len(given) - sum(scan_counts(equation)) if name == "scan" else 0
             taken = max(self.scratch(graph_of(body, self.scratch), slices) for body in bodies)
         if len(sizes) == 1:
             return [self.add(label, name, inputs, sizes[0], flops_of(equation), taken)]
