@@ -111,8 +111,8 @@ MUTANTS = [
     Mutant(
         "greedy_bits_by_error_alone",
         "jaxllm/quant/bit_allocation.py",
-        "(layer.error[have] - layer.error[more]) / (more - have) / layer.weights, i, more",
-        "layer.error[have] - layer.error[more], i, more",
+        "(layer.error[have] - layer.error[n]) / (n - have) / layer.weights for n",
+        "layer.error[have] - layer.error[n] for n",
         ("tests/quant/test_bit_allocation.py",),
     ),
 ]
