@@ -19,7 +19,7 @@ from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.run_sharding import sharding_table
 from sharding import MeshSpec, int8_gather
 from tests import quick, tiny
-from tests.train.outer_runs import run_of, trained
+from tests.train.outer_runs import float32, run_of, trained
 from tests.train.test_plans import SMALL, loss_and_grads
 
 MESH = "data=2,local=2,fsdp=2"
@@ -50,7 +50,7 @@ def test_a_run_is_that_of_one_level(float64):
 
 def test_bytes_of_a_device_by_formula():
     """State over all devices, weights over fsdp, gradients over local and fsdp; biases and gains have no embed axis."""
-    run = run_of(MESH, OuterConfig(), parallel=LEVELS)
+    run = float32(run_of(MESH, OuterConfig(), parallel=LEVELS))
     table = sharding_table(run, 8)
     split = [row for row in table.parameters if "fsdp" in row.place]
     assert sum(row.bytes for row in split) > 0.99 * sum(row.bytes for row in table.parameters)

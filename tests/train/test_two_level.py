@@ -93,7 +93,7 @@ def test_a_program_sends_parts_between_groups(float64):
 
 
 def test_data_is_split_by_slices_and_nodes():
-    run = run_of("data=16", OuterConfig())
+    run = float32(run_of("data=16", OuterConfig()))
     mesh = MeshSpec.parse("data=16")
 
     def split(reduce, islands, platform, mesh=mesh, run=run):
