@@ -65,10 +65,11 @@ def a_second_signal_ends_it_at_once(case: str) -> dict[str, float]:
         url = server.wait_for(lambda line: line.startswith("ready: ")).split()[1]
         body = {"model": "smollm2", "prompt": "The sea", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
-            next(answer.iter_bytes())
+            stream = answer.iter_bytes()  # which would close the connection if it were collected
+            next(stream)
             server.process.send_signal(signal.SIGINT)
             time.sleep(1.0)
-            assert server.process.poll() is None, "it lets the stream end"
+            assert server.process.poll() is None, ("it lets the stream end", server.lines)
             seconds = server.end(second, seconds=60)
         assert server.process.returncode in (130, -signal.SIGTERM)
         assert server.children == []
