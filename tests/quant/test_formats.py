@@ -69,7 +69,12 @@ def test_nf4_is_its_reference(rng):
     largest = np.abs(blocks).max(axis=2)
     units = blocks / np.where(largest > 0, largest, np.float32(1))[:, :, None]
     codes = np.abs(units[..., None].astype(np.float64) - np.array(LEVELS)).argmin(axis=-1).reshape(3, 128, 2, 256)
-    np.testing.assert_array_equal(values, codes[:, 0::2] | codes[:, 1::2] << 4)
+    found = np.stack([values & 15, values >> 4], axis=2).reshape(codes.shape)
+    other = found != codes  # where a value is in the middle of two levels to within float32's rounding
+    assert other.mean() < 1e-4
+    middle = (np.array(LEVELS)[found] + np.array(LEVELS)[codes])[other] / 2
+    np.testing.assert_allclose(units.reshape(codes.shape)[other], middle, rtol=0, atol=1e-6)
+    codes = found
     mean = np.asarray(jnp.mean(jnp.asarray(largest), axis=-1, keepdims=True))
     unit = np.abs(largest - mean).max(axis=-1, keepdims=True) * np.float32(1 / 448)
     stored = ((largest - mean) / unit).astype(ml_dtypes.float8_e4m3fn)
