@@ -26,13 +26,14 @@ from tests.proofs.harness import proof
 from tests.proofs.overlap.ladder import WIDE
 
 MESHES = ("tensor=2", "tensor=4", "data=2,tensor=2", "fsdp=2,tensor=2", "expert=2,tensor=2")
+MODELS = [name for name in (*engines.MODELS, *engines.MIXTURES) if name != "smollm2"]  # whose three heads are not split
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous")
 
 
 @st.composite
 def served(draw: st.DrawFn) -> tuple[int, str, str, str, str]:
     """Seed, model, mesh, engine, overlap."""
-    model = draw(st.sampled_from([*engines.MODELS, *engines.MIXTURES]))
+    model = draw(st.sampled_from(MODELS))
     mixture = engines.model_of(model, "float64").mixtures
     meshes = [mesh for mesh in MESHES if "expert" not in mesh or mixture]
     heads = {block.attention.heads for block in engines.model_of(model, "float64").blocks}
