@@ -131,10 +131,13 @@ def test_the_penalty_is_chosen_for_the_projection(rng):
     shares = simplex_search.spread_mixtures(3, 16)
     distance = lambda p: jnp.exp(p[0]) + jnp.sin(3 * p[1])  # noqa: E731
     small = 2 * np.exp(0.3 * shares[:, 0])
-    losses = np.stack([small * (1 + 0.01 * rng.normal(size=16)), 0.9 * small], axis=1)
-    _, exact = mixture_laws.fit_transport_laws(distance, shares, losses, (0.0, 1.0))
-    _, far = mixture_laws.fit_transport_laws(distance, shares, losses, mixture_laws.projection_weights((1, 2), 64))
-    assert np.linalg.norm(far.coefficients) < np.linalg.norm(exact.coefficients)
+    norms = []
+    for _ in range(4):  # with one draw of the noise both may choose the same penalty
+        losses = np.stack([small * (1 + 0.01 * rng.normal(size=16)), 0.9 * small], axis=1)
+        _, exact = mixture_laws.fit_transport_laws(distance, shares, losses, (0.0, 1.0))
+        _, far = mixture_laws.fit_transport_laws(distance, shares, losses, mixture_laws.projection_weights((1, 2), 64))
+        norms.append([np.linalg.norm(one.coefficients) for one in (far, exact)])
+    assert np.mean(norms, axis=0)[0] < np.mean(norms, axis=0)[1], norms
 
 
 def test_projection_is_exact_for_power_laws():
