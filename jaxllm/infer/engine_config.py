@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jaxllm.config import ConfigError, renamed_fields
 from jaxllm.infer.pools.pool_argument import PoolSizes
+from jaxllm.infer.scheduling.phase_split import phase_split
 
 SamplerKind = Literal["plain", "full"]
 DRAFT_TOKENS = 4
@@ -33,6 +34,10 @@ class EngineConfig:
             four times the one before.
         decode_steps: tokens that each sequence decodes on the device in one step, while no request waits.
         prefix_cache: requests with a common prefix share its KV cache pages.
+        phase_split: how many tokens a step has for prompts while sequences decode: "whole": all that decoding leaves;
+            "half": as many as double the time of decoding; "tpot:SECONDS": as many as keep a step to that time;
+            "nexus:WEIGHT": those that make prompts and output tokens wait least together, see
+            ``jaxllm.infer.scheduling.phase_split``.
         preemption: "recompute" the KV cache of a preempted sequence later, or "swap" it to the host.
         batch_invariant: a request gets the same bits whatever it is batched with: all steps run one program, and
             prompts are split into chunks at fixed positions.
@@ -93,6 +98,7 @@ class EngineConfig:
     decode_steps: int = 8
     prefix_cache: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
+    phase_split: str = "whole"
     batch_invariant: bool = False
     samplers: tuple[SamplerKind, ...] = ("plain", "full")
     top_logprobs: int = 5
@@ -136,6 +142,7 @@ class EngineConfig:
             raise ConfigError(f"engine: samplers = {self.samplers}; legal: a tuple of 'plain' and 'full'.")
         if self.preemption not in ("recompute", "swap"):
             raise ConfigError(f"engine: preemption = {self.preemption!r}; legal: 'recompute', 'swap'.")
+        phase_split(self.phase_split)
         name = self.kv_dtype.partition(":")[0]
         if self.kv_dtype not in ("auto", "bfloat16") and name not in (rows := _quantised_formats()):
             raise ConfigError(f"engine: kv_dtype = {self.kv_dtype!r}; legal: {('auto', 'bfloat16', *rows)}.")
@@ -212,6 +219,7 @@ class EngineConfig:
             f"kv_host_gib = {self.kv_host_gib}": self.kv_host_gib > 0,
             f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
             "batch_invariant (one program for all steps)": self.batch_invariant,
+            f"phase_split = {self.phase_split!r} (no step has both phases)": self.phase_split != "whole",
         }
         for name in (name for name, is_so in wrong.items() if is_so):
             raise ConfigError(f"engine: {name} does not go with pools = {pools!r}: leave one of them out.")
@@ -439,6 +447,11 @@ class EngineConfig:
                     f"engine: batch_invariant does not go with {name} = {getattr(self, name)!r}: a request's steps "
                     "would differ with its company. Leave one of them out."
                 )
+        if self.phase_split != "whole":
+            raise ConfigError(
+                f"engine: batch_invariant does not go with phase_split = {self.phase_split!r}: all steps have one "
+                "size. Leave one of them out."
+            )
         if self.preemption != "swap":
             raise ConfigError(
                 "engine: batch_invariant needs preemption = 'swap': recomputed values differ in their bits."

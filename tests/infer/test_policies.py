@@ -17,12 +17,12 @@ from jaxllm.infer.scheduling.policies import (
     Priority,
     Service,
     Shortest,
-    StepTimes,
     View,
     raise_new_key,
     revise_prediction,
 )
 from jaxllm.infer.scheduling.prefix_groups import prefix_groups
+from jaxllm.infer.scheduling.step_times import StepTimes
 
 
 def job(number: int, arrived: float, ttft: float | None, prompt: int = 10, **fields: Any) -> Job:

@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     Mutant(
         "step_time_without_its_base",
-        "jaxllm/infer/scheduling/policies.py",
+        "jaxllm/infer/scheduling/step_times.py",
         "(target - base) / slope",
         "target / slope",
         ("tests/infer/test_policies.py::test_step_times_are_a_line",),

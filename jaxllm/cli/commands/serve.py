@@ -47,6 +47,7 @@ def serve(argv: list[str]) -> int:
         max_len: int | None = None,
         max_batched_tokens: int = 256,
         policy: PolicyName = "first-come",
+        phase_split: str = "whole",
         tool_parser: str | None = None,
         queue: int = 256,
         max_body: int = 4 * 2**20,
@@ -108,6 +109,10 @@ def serve(argv: list[str]) -> int:
                 by the KV cache that they are predicted to need, from means by prompt length; learned: the same, from
                 the tokens of prompts; packed: the same, the largest first, and smaller ones pass those that do not fit;
                 grouped-predicted: grouped, and admitted by predictions.
+            phase_split: tokens of prompts in a step while sequences decode: whole, all that --max-batched-tokens
+                leaves; half, as many as double the time of decoding; tpot:SECONDS, as many as keep a step to that time;
+                nexus or nexus:WEIGHT, as many as make prompts and output tokens wait least together, a second to the
+                first token worth WEIGHT (10) of output tokens.
             tool_parser: tool-call format: hermes, llama3_json, pythonic, llama4_pythonic, mistral, mistral_args,
                 mistral_call_id, deepseek_v3, deepseek_v31, qwen3_coder, glm45, gemma3, harmony or json; by default
                 detected from the chat template.
@@ -235,7 +240,7 @@ def serve(argv: list[str]) -> int:
         plain = serving_config(
             max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len, kv_dtype="auto",
             adapter_slots=0 if found is None else adapter_slots, adapter_rank=adapter_rank, chunk_cache=chunk_cache,
-            two_phase=two_phase,
+            two_phase=two_phase, phase_split=phase_split,
         )  # fmt: skip
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs

@@ -52,6 +52,7 @@ from jaxllm.infer.runner.paged_cache import with_whole_tiles
 from jaxllm.infer.runner.runner_protocol import Runner, StepFailedError
 from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.sampling_params import SEEDS, SamplingParams
+from jaxllm.infer.scheduling.phase_split import phase_split
 from jaxllm.infer.scheduling.policies import Policy, Service
 from jaxllm.infer.scheduling.policy_state import PolicyState
 from jaxllm.infer.scheduling.prefix_cache import prefix_salt
@@ -101,7 +102,6 @@ class Engine:
         vocab_size: tokens from here on are never sampled.
         tokenizer: for text, stop strings and end-of-text tokens; None: token ids only.
         policy: scheduling policy, see ``jaxllm.infer.scheduling.policies``; None: first come, first served.
-        tpot: target time per output token in seconds: prefill chunks are smaller while sequences decode.
         proposer: proposes up to ``config.verify_tokens`` tokens to verify (speculative decoding); None: none. ``of``
             makes the one that ``config.speculate`` names.
         predict, clock: see ``PolicyState``.
@@ -122,7 +122,6 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         policy: Policy | None = None,
-        tpot: float | None = None,
         proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -134,7 +133,7 @@ class Engine:
         self.virtual_tokens, self.max_len = virtual_tokens, spec.max_len - virtual_tokens
         if self.max_len < 1:
             raise ConfigError(f"engine: max_len = {spec.max_len} has no room after {virtual_tokens} virtual tokens.")
-        state = PolicyState(policy, tpot, clock, predict)
+        state = PolicyState(policy, phase_split(config.phase_split), clock, predict)
         check_proposer(config, proposer)
         self.proposer, self.draft_length = proposer, length_of_drafts(config, runner.params)
         self.adapters = AdapterCatalogue() if adapters is None else adapters
@@ -185,7 +184,6 @@ class Engine:
         manifest: Path | None = None,
         strict: bool = False,
         policy: Policy | None = None,
-        tpot: float | None = None,
         proposer: AnyProposer | None = None,
         predict: Callable[[int, int], float] | None = None,
         adapters: AdapterCatalogue | None = None,
@@ -209,7 +207,7 @@ class Engine:
             longest: sequence length that the model was trained on: the default of ``config.max_len``.
             mesh: mesh to serve on (tensor parallel serving, data-parallel replicas); None for one device.
             manifest: folder that compiled programs are kept in; None: nowhere.
-            policy, tpot, proposer, predict, adapters: see ``Engine``.
+            policy, proposer, predict, adapters: see ``Engine``.
             strict: a program that would be compiled later raises ``RecompileError``; otherwise it is counted.
             background: return as soon as the engine can run every step, with its largest programs; the others are
                 compiled in the background and used from then on. On a mesh over several processes all are compiled
@@ -267,7 +265,7 @@ class Engine:
         )  # fmt: skip
         whole = MultihostRunner(runner) if isinstance(runner, ModelRunner) and runner.spans_processes else runner
         engine = cls(
-            whole, config, size, tokenizer, policy=policy, tpot=tpot, proposer=proposer, predict=predict,
+            whole, config, size, tokenizer, policy=policy, proposer=proposer, predict=predict,
             adapters=adapters, virtual_tokens=model.config.virtual_tokens,
         )  # fmt: skip
         engine.folding = folding
@@ -654,7 +652,9 @@ class Engine:
         seconds = now - self._last_result_times[step.plans[0].replica]
         if self.side_work is not None:
             seconds = self.side_work.landed(step.room, step.beside, seconds)
-        if not step.shape.decode:
+        if step.shape.decode:
+            state.step_times = state.step_times.with_decoding(seconds / max(plan.steps for plan in step.plans))
+        else:
             state.step_times = state.step_times.with_step(step.shape.tokens, seconds)
         self._record_step(step, seconds)
         out: list[OutputDelta] = []

@@ -373,49 +373,6 @@ PolicyName = Literal[
 
 
 @dataclass(frozen=True)
-class StepTimes:
-    """Model of step durations: seconds as a linear function of tokens, fitted with decaying weights.
-
-    Attributes:
-        weight, tokens, seconds, squares, products: decaying sums.
-    """
-
-    weight: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    squares: float = 0.0
-    products: float = 0.0
-
-    def with_step(self, tokens: int, seconds: float, fade: float = 0.98) -> StepTimes:
-        """Sums with one more step."""
-        return StepTimes(
-            self.weight * fade + 1,
-            self.tokens * fade + tokens,
-            self.seconds * fade + seconds,
-            self.squares * fade + tokens * tokens,
-            self.products * fade + tokens * seconds,
-        )
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """(seconds per step, additional seconds per token); with steps of one size only, the first is 0."""
-        if self.weight == 0:
-            return 0.0, 0.0
-        spread = self.weight * self.squares - self.tokens**2
-        if spread <= 1e-6 * self.weight * self.squares:
-            return 0.0, self.seconds / self.tokens
-        slope = max((self.weight * self.products - self.tokens * self.seconds) / spread, 0.0)
-        return max((self.seconds - slope * self.tokens) / self.weight, 0.0), slope
-
-    def tokens_within(self, target: float, least: int, most: int) -> int:
-        """Tokens of a step that is predicted to take no longer than ``target`` seconds, from ``least`` to ``most``."""
-        base, slope = self.line
-        if slope <= 0:
-            return most
-        return int(min(most, max(least, (target - base) / slope)))
-
-
-@dataclass(frozen=True)
 class LengthPredictor:
     """Predictor of completion lengths: the mean of those that ended, by prompt length in powers of two.
 

@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 
 from jaxllm.infer.scheduling import sequence
 from jaxllm.infer.scheduling.length_classifier import LengthClassifier
+from jaxllm.infer.scheduling.phase_split import PhaseSplit, StepDemand
 from jaxllm.infer.scheduling.policies import (
     GENERATED_TOKEN_COST,
     Job,
     LengthPredictor,
     Policy,
-    StepTimes,
     View,
     raise_new_key,
 )
 from jaxllm.infer.scheduling.prefix_groups import PrefixGroup, Row, prefix_groups
+from jaxllm.infer.scheduling.step_times import StepTimes
 
 Sequences = Sequence["sequence.Sequence"]
 
@@ -27,8 +28,7 @@ class PolicyState:
 
     Args:
         policy: scheduling policy; None: first come, first served.
-        tpot: target time per output token in seconds: while sequences decode, the token budget of steps is reduced to
-            meet it; None: no target.
+        split: chooses the token budget of steps while sequences decode; None: all that there is.
         clock: returns seconds.
         predict: predicts the number of generated tokens from prompt length and max_tokens; None: the mean of the
             completions that ended, or what the policy says.
@@ -43,11 +43,11 @@ class PolicyState:
     def __init__(
         self,
         policy: Policy | None = None,
-        tpot: float | None = None,
+        split: PhaseSplit | None = None,
         clock: Callable[[], float] = time.monotonic,
         predict: Callable[[int, int], float] | None = None,
     ):
-        self.policy, self.tpot, self.clock, self._predict = policy, tpot, clock, predict
+        self.policy, self.split, self.clock, self._predict = policy, split, clock, predict
         self.step_times, self.lengths, self.served = StepTimes(), LengthPredictor(), dict[str, float]()
         self.classifier = LengthClassifier() if getattr(policy, "by_prompt", False) else None
         self._pages, self._groups = dict[int, Row](), list[PrefixGroup]()
@@ -160,13 +160,23 @@ class PolicyState:
             if not one.generated:
                 one.predicted = self.predict(one.request)
 
-    def token_budget(self, decodes: int, sizes: Sequence[int], chunk: int | None) -> int:
-        """Token budget of the next step: the largest padded size that meets ``tpot``, but enough for all decodes."""
-        if self.tpot is None or not decodes:
+    def token_budget(self, decodes: int, prompts: Sequences, sizes: Sequence[int], chunk: int | None) -> int:
+        """Token budget of the next step: the size that the split chooses, with room for all decodes and a chunk.
+
+        Args:
+            decodes: tokens of sequences that decode.
+            prompts: sequences whose prompts are not yet computed.
+            sizes: rows that there are programs for, ascending.
+            chunk: least tokens of a prompt in a step; None: any number.
+        """
+        if self.split is None or not decodes or not prompts:
             return sizes[-1]
         least = min(decodes + (chunk or 1), sizes[-1])
-        found = self.step_times.tokens_within(self.tpot, least, sizes[-1])
-        return max(least, *(size for size in (0, *sizes) if size <= found))
+        fitting = [size for size in sizes if size >= least and size > decodes]
+        if not fitting:
+            return sizes[-1]
+        tokens = sum(one.length - one.computed for one in prompts)
+        return self.split.size(StepDemand(decodes, len(prompts), tokens, fitting), self.step_times)
 
 
 def _prompt_pages(one: sequence.Sequence, page_size: int) -> Row:

@@ -181,7 +181,10 @@ class Scheduler:
         alone = not (prefills or self.waiting or self.forks) and all(self._needs_last(s) for s in self.running)
         if alone and self.config.stages == 1 and any(s.pending for s in self.running):
             decodes = []  # wait for the pending tokens: a step for all sequences costs as much as one for some
-        budget = self.policy_state.token_budget(len(decodes), self.config.prompt_buckets, self.config.prefill_chunk)
+        prompts = [*prefills, *self.waiting]
+        budget = self.policy_state.token_budget(
+            len(decodes), prompts, self.config.prompt_buckets, self.config.prefill_chunk
+        )
         proposed = self._proposals(decodes, budget, plan)
         plan.steps = min(self.max_steps, self._decode_steps(decodes, prefills))
         if self.draft_runs is not None:

@@ -135,8 +135,9 @@ def steps_keep_to_the_time_of_a_token(seed: int) -> float:
     without one it is more than a sixth. Times are learnt from the steps, so now and then one is too long."""
     target = traces.BASE + traces.SLOPE * 8.5
     over = []
-    for tpot in (target, None):
-        _, device = traces.play(traces.overload(np.random.default_rng(seed), 60), tpot=tpot)
+    for split in (f"tpot:{target}", "whole"):
+        sizes = dataclasses.replace(SIZES, phase_split=split)
+        _, device = traces.play(traces.overload(np.random.default_rng(seed), 60), config=sizes)
         over.append(float(np.mean([seconds > target for seconds, shared in device.steps[20:] if shared])))
     assert over[1] > 1 / 6
     return over[0]

@@ -38,6 +38,7 @@ def simulate(argv: list[str]) -> int:
         prefix_cache: bool = True,
         preemption: Literal["recompute", "swap"] = "recompute",
         policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
+        phase_split: str = "whole",
         router: Literal["round-robin", "shortest-queue", "prefix-aware", "mixing-penalty", "all"] = "shortest-queue",
         extra_servers: float = 0.0,
         prefixes: int = 0,
@@ -77,6 +78,7 @@ def simulate(argv: list[str]) -> int:
             prefix_cache: share the KV cache of common prefixes.
             preemption: recompute, or swap to the host.
             policy: scheduling policy.
+            phase_split: tokens of prompts in a step while sequences decode, as for `jaxllm serve`.
             router: policy of the router over several engines; all: compare them.
             extra_servers: share of engines more, such as 0.3, that serve as much more within the rated power of those
                 in --on, under a power cap; half of the requests and engines have low priority.
@@ -113,7 +115,7 @@ def simulate(argv: list[str]) -> int:
         sizes = EngineConfig(
             max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len or requested.longest,
             page_size=page_size, decode_steps=decode_steps, prefix_cache=prefix_cache, preemption=preemption,
-            kv_dtype=kv_dtype, samplers=("plain",),
+            kv_dtype=kv_dtype, samplers=("plain",), phase_split=phase_split,
         )  # fmt: skip
         chosen = MeshSpec.parse(mesh) if mesh else MeshSpec.parse(f"tensor={cluster.devices}")
         deployment = Deployment(config, cluster, chosen, sizes, weights, longest, host_seconds=host_ms / 1e3)
