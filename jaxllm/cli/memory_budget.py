@@ -114,7 +114,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
             continue
         try:
             if run.disk.parameters:
-                return _streamed_within(run, MemoryBudget(limit, host))
+                return _streamed_within(run, budget._replace(device=limit, host=host))
             here = jax.device_count(), jax.default_backend()
             return within_budget(run, MemoryBudget(limit, host), _measure_of(run), here, cluster)
         except (RematError, ConfigError) as error:
@@ -148,6 +148,9 @@ def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
 def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     """The run with its parameters on disk, if its step fits; prints what it takes.
 
+    Where the budget's disk has inputs of layers, they are those of the fewest layers with which the others' fit into
+    the host's memory.
+
     Raises:
         RematError: it does not fit.
         ConfigError: the run's settings do not go with parameters on disk.
@@ -156,13 +159,37 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     from jaxllm.train.compile_step import step_memory_here
 
     device, host = step_memory_here(config)
-    inputs = f"inputs of layers {'on disk' if config.disk.activations else 'in the host memory'}"
+    inputs = "inputs of layers in the host memory"
+    if config.disk.activations:
+        if budget.disk is not None and budget.host is not None:
+            config, host = _fewest_in_files(config, host, budget.host)
+        inputs = f"inputs of layers, those of {config.disk.activation_layers or 'all'} on disk"
     said = f"{device / 2**30:.3f} GiB on the device, {host / 2**30:.3f} of the host for {inputs}"
     print(f"layers streamed from disk: {said}", flush=True)
     for name, found, most in (("--within", device, budget.device), ("--host", host, budget.host)):
         if most is not None and found > most:
             raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
     return config
+
+
+def _fewest_in_files(config: RunConfig, host: int, most: int) -> tuple[RunConfig, int]:
+    """The run with inputs of the fewest layers in files, and their bytes in the host's memory.
+
+    Args:
+        config: the run, with the inputs of all layers in files.
+        host: its bytes of inputs in the host's memory.
+        most: such bytes that the host has.
+    """
+    from jaxllm.train.disk.saved_inputs import host_inputs
+
+    layers = sum(repeats for _, repeats in config.model.segments)
+    one = host // host_inputs(config.disk, layers, config.accumulate)
+    for count in range(1, layers):
+        disk = dataclasses.replace(config.disk, activation_layers=count)
+        there = one * host_inputs(disk, layers, config.accumulate)
+        if there <= most:
+            return dataclasses.replace(config, disk=disk), there
+    return config, host
 
 
 def _by_tier(state: StateBytes) -> str:
