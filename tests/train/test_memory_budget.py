@@ -138,6 +138,9 @@ def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, f
     assert run.host.optimizer == (place == "host")
     assert run.disk == (DiskConfig("/nvme", 1 << 30) if place == "disk" else DiskConfig())
     said = capsys.readouterr().out
+    # The tiny state itself has room, all but what is over fifteen sixteenths.
+    assert run.host.persistent == (15 / 16 if place == "host" else 0)
+    assert ("GiB persistent" in said) == (place == "host")
     assert f"{STATE / 1024:.3f} GiB on the device" in said
     assert "least in as many MiB" in said
     assert ("in the host's memory" in said) == (budget.host is not None and budget.device < BASE << 20)
