@@ -60,10 +60,11 @@ def test_a_run_is_the_same(tmp_path, kind, host):
 
 @pytest.mark.drawn(0.3)
 def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
-    """The place of the state is not part of the run: it begins on the device and resumes on the host."""
+    """The place of the state is not part of the run: it begins on the device and resumes on the host, but for a
+    persistent part."""
     whole = train(run_config(tmp_path, out=tmp_path / "whole"))
     stopped = stopped_at(tmp_path, 6)
-    done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True)))
+    done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True, persistent=0.4)))
     assert done.directory == stopped
     for one, other in zip(losses(stopped), losses(whole.directory), strict=True):
         assert one == pytest.approx(other, rel=2e-6)
