@@ -15,9 +15,10 @@ from jaxllm.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.remat_solver import StepBytes
+    from jaxllm.plan.remat_solver import HostTier, RematSolution, StepBytes
     from jaxllm.train import RunConfig
     from jaxllm.train.compile_step import StateBytes
+    from sharding import MeshSpec
 
 FIT_SHARE = 0.95
 """Share of a device's memory that ``--fit`` plans for: the rest is for fragments between arrays."""
@@ -114,9 +115,9 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
             continue
         try:
             if run.disk.parameters:
-                return _streamed_within(run, MemoryBudget(limit, host))
+                return _streamed_within(run, budget._replace(device=limit, host=host))
             here = jax.device_count(), jax.default_backend()
-            return within_budget(run, MemoryBudget(limit, host), _measure_of(run), here, cluster)
+            return within_budget(run, MemoryBudget(limit, host), _measured_here, here, cluster)
         except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
             problem = error
@@ -148,6 +149,9 @@ def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
 def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     """The run with its parameters on disk, if its step fits; prints what it takes.
 
+    Where the budget's disk has inputs of layers, they are those of the fewest layers with which the others' fit into
+    the host's memory.
+
     Raises:
         RematError: it does not fit.
         ConfigError: the run's settings do not go with parameters on disk.
@@ -156,13 +160,37 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     from jaxllm.train.compile_step import step_memory_here
 
     device, host = step_memory_here(config)
-    inputs = f"inputs of layers {'on disk' if config.disk.activations else 'in the host memory'}"
+    inputs = "inputs of layers in the host memory"
+    if config.disk.activations:
+        if budget.disk is not None and budget.host is not None:
+            config, host = _fewest_in_files(config, host, budget.host)
+        inputs = f"inputs of layers, those of {config.disk.activation_layers or 'all'} on disk"
     said = f"{device / 2**30:.3f} GiB on the device, {host / 2**30:.3f} of the host for {inputs}"
     print(f"layers streamed from disk: {said}", flush=True)
     for name, found, most in (("--within", device, budget.device), ("--host", host, budget.host)):
         if most is not None and found > most:
             raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
     return config
+
+
+def _fewest_in_files(config: RunConfig, host: int, most: int) -> tuple[RunConfig, int]:
+    """The run with inputs of the fewest layers in files, and their bytes in the host's memory.
+
+    Args:
+        config: the run, with the inputs of all layers in files.
+        host: its bytes of inputs in the host's memory.
+        most: such bytes that the host has.
+    """
+    from jaxllm.train.disk.saved_inputs import host_inputs
+
+    layers = sum(repeats for _, repeats in config.model.segments)
+    one = host // host_inputs(config.disk, layers, config.accumulate)
+    for count in range(1, layers):
+        disk = dataclasses.replace(config.disk, activation_layers=count)
+        there = one * host_inputs(disk, layers, config.accumulate)
+        if there <= most:
+            return dataclasses.replace(config, disk=disk), there
+    return config, host
 
 
 def _by_tier(state: StateBytes) -> str:
@@ -178,26 +206,29 @@ def _placed(config: RunConfig) -> bool:
     return config.host.optimizer or bool(config.disk.directory)
 
 
-def _measure_of(config: RunConfig) -> Callable[[str], StepBytes]:
+def _measured_here(run: RunConfig) -> StepBytes:
     from jaxllm.plan.remat_solver import StepBytes
     from jaxllm.train.compile_step import step_memory_here
 
-    return lambda remat: StepBytes(*step_memory_here(with_remat(config, remat)))
+    return StepBytes(*step_memory_here(run))
 
 
 def within_budget(
     config: RunConfig,
     budget: MemoryBudget,
-    measure: Callable[[str], StepBytes],
+    measure: Callable[[RunConfig], StepBytes],
     devices: tuple[int, str],
     cluster: Cluster | None = None,
 ) -> RunConfig:
     """The run with the remat that fits; prints the candidates, and beside each policy of the chosen one the least
     recomputation by any values of the block in the same bytes.
 
+    Where the optimizer state is in host memory and the budget has that, a part of it may be persistent, with another
+    remat beside it (``jaxllm.plan.persistent_share``).
+
     Args:
         budget: with the bytes of a device.
-        measure: compiles the step with a remat.
+        measure: compiles the step of a run.
         devices: number of devices, and their platform.
         cluster: the devices, by which copies to the host take time; needed with ``budget.host`` alone.
 
@@ -217,7 +248,7 @@ def within_budget(
         assert cluster is not None
         in_memory = dataclasses.replace(config, disk=dataclasses.replace(config.disk, directory="", bytes=0))
         tier = HostTier.of(in_memory, cluster, mesh, budget.host)
-    solved = solve(config, budget.device, measure, tier)
+    solved = solve(config, budget.device, lambda remat: measure(with_remat(config, remat)), tier)
     candidates = {**solved.named, **solved.tried}
     least = min(one.flops for one in candidates.values())
     rows = [
@@ -234,9 +265,43 @@ def within_budget(
     head = ("model.remat", "GiB", *of_host, "extra FLOPs", "")
     print(columns(head, rows, f"<>{'>>' if of_host else ''}><"), end="\n\n", flush=True)
     chosen = with_remat(config, solved.remat)
+    if tier is not None and config.host.optimizer and not config.host.persistent and config.host.device_every == 1:
+        chosen = _with_persistent_share(config, budget.device, solved, tier, mesh, measure)
     if compared := remat_table(compare_remat(chosen, mesh)):
         print(compared, end="\n\n", flush=True)
     return chosen
+
+
+def _with_persistent_share(
+    config: RunConfig,
+    budget: int,
+    solved: RematSolution,
+    tier: HostTier,
+    mesh: MeshSpec,
+    measure: Callable[[RunConfig], StepBytes],
+) -> RunConfig:
+    """The run with the persistent share of its optimizer state and the remat of the least time; prints the plans."""
+    from jaxllm.parallel.sharding_table_view import columns
+    from jaxllm.plan.persistent_share import PersistentPlan, fastest_that_fits, persistent_plans
+
+    def run_of(plan: PersistentPlan) -> RunConfig:
+        return with_remat(replace(config, host=replace(config.host, persistent=plan.share)), plan.remat)
+
+    replace, plans = dataclasses.replace, persistent_plans(config, budget, solved, tier, mesh)
+    chosen = fastest_that_fits(plans, budget, tier, lambda plan: measure(run_of(plan)))
+    rows = [
+        (
+            f"{plan.share:g}",
+            plan.remat,
+            *(f"{size / 2**30:.3f}" for size in (plan.stays, plan.streamed, plan.bytes)),
+            f"{plan.seconds * 1e3:.1f}",
+            "chosen" if plan.share == chosen.share else "",
+        )
+        for plan in (chosen if one.share == chosen.share else one for one in plans)
+    ]
+    head = ("host.persistent", "model.remat", "GiB persistent", "streamed", "of the step", "ms by the plan", "")
+    print(columns(head, rows, "<<>>>><"), end="\n\n", flush=True)
+    return run_of(chosen)
 
 
 def _cluster_here() -> Cluster:

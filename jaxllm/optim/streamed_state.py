@@ -1,5 +1,6 @@
 """Optimizer offload: the optimizer state of layers stays in host memory and is streamed layer by layer for the update.
 
+Arrays of it that are in device memory, the persistent ones (``jaxllm.train.host_offload``), are updated there.
 Double buffering: while one layer is updated, the next one's state is copied in and the one before's out. One of every
 ``device_every`` layers is updated on the device, the others at the same time by the host's CPU where their state is:
 their gradients and parameters are copied there and their updates back (Deep Optimizer States, arXiv:2410.21316,
@@ -10,7 +11,7 @@ Legend: L repeats of a segment's group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +67,18 @@ def _by_layer(
     def rows_of(state: Any) -> list[Array]:
         return [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
 
+    stays = [jax.typeof(leaf).memory_space == jax.memory.Space.Device for leaf in leaves if leaf.ndim]
+
+    def parted(rows: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        """Arrays that stay on the device, and those that are streamed."""
+        pairs = list(zip(rows, stays, strict=True))
+        return [row for row, stay in pairs if stay], [row for row, stay in pairs if not stay]
+
+    def joined(fixed: Sequence[Array], streamed: Sequence[Array]) -> list[Array]:
+        """The reverse of ``parted``."""
+        these, those = iter(fixed), iter(streamed)
+        return [next(these) if stay else next(those) for stay in stays]
+
     def on_device(number: Array, updates: Any, here: list[Array]) -> tuple[Any, Any]:
         return rule.update(layer_row(updates, number), state_of(here), layer_row(params, number))
 
@@ -75,14 +88,14 @@ def _by_layer(
         changes, new = _on_host(jax.jit(rule.update))(given[0], state, given[1])
         return _to_memory(changes, jax.memory.Space.Device), new
 
-    def layers(updates: Any, stacks: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
+    def layers(updates: Any, arrays: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
         """Updates ``groups`` times ``every`` layers; of each group the first on the device, the others on the host."""
 
-        def one(carry: tuple[Any, list[Array], list[Array], list[Array]], number: Int[Array, ""]) -> tuple[Any, None]:
-            updates, stacks, here, left = carry
+        def one(carry: tuple[Any, ...], number: Int[Array, ""]) -> tuple[Any, None]:
+            updates, fixed, stacks, here, left = carry
             coming = _to_memory(layer_row(stacks, jnp.minimum(number + every, repeats - 1)), jax.memory.Space.Device)
             stacks = put_layer_row(stacks, left, jnp.maximum(number - every, first))
-            own = on_device(number, updates, here)
+            own = on_device(number, updates, joined(layer_row(fixed, number), here))
             done = [(i, *on_host(number + i, updates, stacks)) for i in range(1, every)]
             if every > 1:  # otherwise XLA copies the stacks, since the host may still read what is written in place
                 done, stacks, coming, own = jax.lax.optimization_barrier((done, stacks, coming, own))
@@ -91,14 +104,17 @@ def _by_layer(
                     put_layer_row(updates, changes, number + i),
                     put_layer_row(stacks, rows_of(new), number + i),
                 )
+            new_fixed, leaving = parted(rows_of(own[1]))
+            fixed = put_layer_row(fixed, new_fixed, number)
             # The device's rows are copied back during the next turn; here nothing would be left to compute beside it.
-            return (put_layer_row(updates, own[0], number), stacks, coming, rows_of(own[1])), None
+            return (put_layer_row(updates, own[0], number), fixed, stacks, coming, leaving), None
 
         numbers = first + every * jnp.arange(groups, dtype=jnp.int32)
+        fixed, stacks = parted(arrays)
         here = _to_memory(layer_row(stacks, jnp.int32(first)), jax.memory.Space.Device)
         # The first turn writes back what it has read: the rows of a turn before the first.
-        updates, stacks, _, left = jax.lax.scan(one, (updates, stacks, here, here), numbers)[0]
-        return updates, put_layer_row(stacks, left, numbers[-1])
+        updates, fixed, stacks, _, left = jax.lax.scan(one, (updates, fixed, stacks, here, here), numbers)[0]
+        return updates, joined(fixed, put_layer_row(stacks, left, numbers[-1]))
 
     whole = repeats // device_every
     updates, stacks = layers(grads, rows_of(state), 0, whole, device_every)

@@ -24,6 +24,7 @@ from jaxllm.plan.formulas.tier_bytes import TierBytes, TierPlacement
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train import RunConfig
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.saved_inputs import host_inputs, layers_in_files
 from jaxllm.train.disk.streamed_bytes import LayerBytes, peak_of_layers
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import fitting_mesh
@@ -55,6 +56,7 @@ class RunPlacement:
             directory=DIRECTORY if on_disk else "",
             parameters=place.parameters == "disk",
             activations=place.activations == "disk",
+            activation_layers=0,
         )
         return dataclasses.replace(
             run,
@@ -148,13 +150,12 @@ def run_bytes(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> TierBytes:
         device = max(estimate.total - state, update + 2 * (kept * largest + ends.state))
         return TierBytes(device, kept * largest + ends.state, 2 * state)
     hidden = work.stream_bytes()
-    inputs = count * work.micro_batches * hidden
     peak = peak_of_layers(layers, count, window, ends, hidden, estimate.working)
     buffers = window * max(one.parameters + one.state for one in layers) + ends.state
     files = 2 * (estimate.parameters - ends.parameters + state)
-    if run.disk.activations:
-        return TierBytes(sum(peak) + estimate.batch, buffers + min(window * hidden, inputs), files + inputs)
-    return TierBytes(sum(peak) + estimate.batch, buffers + inputs, files)
+    host = host_inputs(run.disk, count, work.micro_batches) * hidden
+    away = layers_in_files(run.disk, count) * work.micro_batches * hidden
+    return TierBytes(sum(peak) + estimate.batch, buffers + host, files + away)
 
 
 def _state_in_files(work: DeviceWork, estimate: MemoryEstimate) -> int:

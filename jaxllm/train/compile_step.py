@@ -18,6 +18,7 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import compiled_programs, lowered_programs
+from jaxllm.train.disk.saved_inputs import host_inputs
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
 from jaxllm.train.disk.streamed_bytes import device_peak
@@ -159,10 +160,8 @@ def _layer_stream_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[
     with jax.set_mesh(mesh):
         programs = build_streamed_step(run, of, files, abstract_batch(run, model, mesh), chosen)
     hidden: int = programs.embed.memory_analysis().output_size_in_bytes
-    count = run.accumulate * len(params.units)
-    return sum(device_peak(programs, of, files)), hidden * (
-        min(run.disk.window, count) if run.disk.activations else count
-    )
+    inputs = host_inputs(run.disk, len(params.units), run.accumulate)
+    return sum(device_peak(programs, of, files)), hidden * inputs
 
 
 def _on_disk(run: RunConfig, abstract: TrainState) -> tuple[TrainState, StateFiles, StateFiles]:

@@ -107,6 +107,21 @@ def test_state_on_the_host_is_not_on_the_device():
     assert here.total - there.total == pytest.approx(there.host * (1 - 3 / 32), rel=1e-3)
 
 
+def test_a_persistent_share_stays_on_the_device():
+    """Of both moments of a layer's 218 M numbers a third has room for two of the 58.7 M and four smaller matrices."""
+    mesh, topology = MeshSpec.parse(MESH), Topology.parse("h100:1x8")
+    none, third = (run(host=HostConfig(optimizer=True, persistent=share)) for share in (0.0, 1 / 3))
+    there, found = (memory_estimate.predict(one, mesh, topology) for one in (none, third))
+    # 2 x 218.1 / 3 = 145.4 M: two of gate, up and down (117.4), one of q and o (16.8), two of k and v (8.4), norms.
+    stays = 4 * 32 * (2 * 4096 * 14336 + 4096 * 4096 + 2 * 4096 * 1024 + 2 * 2 * 4096) / 8
+    assert there.host - found.host == pytest.approx(stays, rel=1e-3)
+    assert found.optimizer - there.optimizer == there.host - found.host
+    seconds = [layout(one).time.host for one in (none, third)]
+    assert seconds[1] / seconds[0] == pytest.approx(found.host / there.host, rel=1e-3)
+    said = plan_view.explained(layout(third), Cluster.parse("h100:1x8"))
+    assert "optimizer state of layers: 33% persistent on the device, the rest streamed; one of 1 updated" in said
+
+
 def test_activations_on_the_host_are_what_the_formula_says():
     """Per device 4,096 tokens: two streams, attention's output and sums; q, k, v, gate and up."""
     found = memory_estimate.predict(run(remat="offload"), MeshSpec.parse(MESH), Topology.parse("h100:1x8"))

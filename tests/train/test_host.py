@@ -11,7 +11,7 @@ from jaxllm.config import ConfigError
 from jaxllm.optim import ScheduleConfig
 from jaxllm.train import train
 from jaxllm.train.combinations import check_combinations
-from jaxllm.train.host_offload import HostConfig, host_bytes
+from jaxllm.train.host_offload import HostConfig, host_bytes, persistent_arrays
 from jaxllm.train.run import Run
 from tests.optim.kinds import named
 from tests.train.runs import losses, run_config, stopped_at
@@ -34,6 +34,7 @@ def config(folder, kind="adamw", **fields):
     ("kind", "host"),
     [
         ("adamw", HostConfig(optimizer=True)),
+        ("adamw", HostConfig(optimizer=True, persistent=0.5)),
         ("adamw", HostConfig(optimizer=True, device_every=2)),
         ("adafactor", HostConfig(optimizer=True)),
         ("lomo", HostConfig(params=True)),
@@ -59,10 +60,11 @@ def test_a_run_is_the_same(tmp_path, kind, host):
 
 @pytest.mark.drawn(0.3)
 def test_a_stopped_run_goes_on_with_its_state_elsewhere(tmp_path):
-    """The place of the state is not part of the run: it begins on the device and resumes on the host."""
+    """The place of the state is not part of the run: it begins on the device and resumes on the host, but for a
+    persistent part."""
     whole = train(run_config(tmp_path, out=tmp_path / "whole"))
     stopped = stopped_at(tmp_path, 6)
-    done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True)))
+    done = train(dataclasses.replace(run_config(tmp_path), host=HostConfig(optimizer=True, persistent=0.4)))
     assert done.directory == stopped
     for one, other in zip(losses(stopped), losses(whole.directory), strict=True):
         assert one == pytest.approx(other, rel=2e-6)
@@ -106,8 +108,33 @@ def test_float16_keeps_its_state_on_the_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"), [({"device_every": 0}, "give 1"), ({"device_every": 2}, "set host.optimizer")]
+    ("fields", "said"),
+    [
+        ({"device_every": 0}, "give 1"),
+        ({"device_every": 2}, "set host.optimizer"),
+        ({"optimizer": True, "persistent": 1.0}, "persistent = 1.0; give a share, at least 0 and below 1"),
+        ({"persistent": 0.5}, "set host.optimizer to true"),
+        ({"optimizer": True, "persistent": 0.5, "device_every": 2}, "give persistent = 0 or device_every = 1"),
+    ],
 )
 def test_strides_are_checked(fields, said):
     with pytest.raises(ValueError, match=said):
         HostConfig(**fields)
+
+
+def test_the_persistent_share_is_whole_arrays(tmp_path, rng):
+    """The largest first, as far as there is room; what is left has no room for the smallest that moves."""
+    for _ in range(30):
+        sizes, share = rng.integers(1, 100, int(rng.integers(1, 12))).tolist(), float(rng.uniform(0, 1))
+        stay = persistent_arrays(sizes, share)
+        room = share * sum(sizes) - sum(sizes[n] for n in stay)
+        assert room >= 0
+        assert all(size > room for n, size in enumerate(sizes) if n not in stay)
+        assert not stay or max(sizes[n] for n in stay) == max(size for size in sizes if size <= share * sum(sizes))
+    run = dataclasses.replace(config(tmp_path), mesh="fsdp=4,tensor=2")
+    state = {
+        share: Run(dataclasses.replace(run, host=HostConfig(optimizer=True, persistent=share))).abstract.opt_state
+        for share in (0.0, 0.4)
+    }
+    here = host_bytes(state[0.0]) - host_bytes(state[0.4])
+    assert 0.3 * host_bytes(state[0.0]) < here <= 0.4 * host_bytes(state[0.0])

@@ -20,6 +20,7 @@ from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.remat_solver import LOOPS, saved_bytes
 from jaxllm.train import RunConfig, TrainResult, compile_step
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.saved_inputs import host_inputs
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.model_flops import hardware_flops_per_token
 from tests.train import runs
@@ -106,9 +107,9 @@ def with_places(monkeypatch):
     def memory(run: RunConfig) -> tuple[int, int]:
         layers = sum(KEPT[name] for name in policies_by_layer(run.model.remat, run.model.segments) if name in KEPT)
         away = run.host.optimizer or bool(run.disk.directory)
-        return (BASE + layers - STATE * away - PARAMS * run.disk.parameters) << 20, (
-            run.disk.parameters and not run.disk.activations
-        ) * INPUTS << 20
+        device = (BASE + layers - STATE * away - PARAMS * run.disk.parameters) << 20
+        inputs = host_inputs(run.disk, run.model.layers, 1) * run.disk.parameters
+        return device, (INPUTS << 20) * inputs // run.model.layers
 
     def state(run: RunConfig) -> compile_step.StateBytes:
         size = STATE << 20
@@ -137,6 +138,9 @@ def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, f
     assert run.host.optimizer == (place == "host")
     assert run.disk == (DiskConfig("/nvme", 1 << 30) if place == "disk" else DiskConfig())
     said = capsys.readouterr().out
+    # The tiny state itself has room, all but what is over fifteen sixteenths.
+    assert run.host.persistent == (15 / 16 if place == "host" else 0)
+    assert ("GiB persistent" in said) == (place == "host")
     assert f"{STATE / 1024:.3f} GiB on the device" in said
     assert "least in as many MiB" in said
     assert ("in the host's memory" in said) == (budget.host is not None and budget.device < BASE << 20)
@@ -144,8 +148,10 @@ def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, f
 
 
 def test_parameters_leave_the_device_last(with_places, finished, capsys):
-    """Where the run's settings allow it, the device has room, and the host for the inputs of layers."""
+    """Where the run's settings allow it, the device has room, and the host for the inputs of layers; those of the
+    fewest layers that do not fit there are in files."""
     run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=10))
     disk, least = ("/nvme", 1 << 30), BASE - STATE - PARAMS << 20
     fitted = fitted_here(run, MemoryBudget(least, None, disk))
     assert fitted.disk == DiskConfig(*disk, parameters=True)
@@ -154,8 +160,11 @@ def test_parameters_leave_the_device_last(with_places, finished, capsys):
     with pytest.raises(UsageError, match=r"--within is 0.010 GiB"):
         fitted_here(run, MemoryBudget(least - 1, None, disk))
     fitted = fitted_here(run, MemoryBudget(least, INPUTS - 1 << 20, disk))
-    assert fitted.disk == DiskConfig(*disk, parameters=True, activations=True)
-    assert "--host is 0.004 GiB" in capsys.readouterr().out
+    # Of ten inputs the host has room for eight, of which the window of four layers takes four.
+    assert fitted.disk == DiskConfig(*disk, parameters=True, activations=True, activation_layers=6)
+    said = capsys.readouterr().out
+    assert "--host is 0.004 GiB" in said
+    assert "0.004 of the host for inputs of layers, those of 6 on disk" in said
 
 
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):

@@ -20,7 +20,7 @@ from jaxllm.train.disk import state_files
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
-from jaxllm.train.disk.saved_inputs import DiskInputs
+from jaxllm.train.disk.saved_inputs import DiskInputs, layers_in_files
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout
 from jaxllm.train.disk.streamed_bytes import device_peak, micro_batch_major_reads, step_traffic
 from jaxllm.train.run import Run
@@ -239,6 +239,19 @@ def test_inputs_of_layers_on_disk_are_written_once(tmp_path, opened, steps, monk
     assert (row["disk_read_bytes"], row["disk_written_bytes"]) == traffic
     assert same_bits(saved(done.directory), saved(train(host).directory))
 
+    part = dataclasses.replace(disk, disk=dataclasses.replace(disk.disk, activation_layers=2), out=str(tmp_path / "2"))
+    assert same_bits(saved(train(part).directory), saved(done.directory))
+    few = steps[-1].inputs.sizes
+    assert len(few) == 2 * 2
+    row = [row for row in opened[-1].directory.read_metrics() if "nll" in row][-1]
+    assert (row["disk_read_bytes"], row["disk_written_bytes"]) == (
+        traffic.read - (2 * LAYERS - 2 * 2) * few[0],
+        traffic.written - (2 * LAYERS - 2 * 2) * few[0],
+    )
+    assert row["disk_read_bytes"] == step_traffic(opened[-1].param_files, opened[-1].state_files, few).read
+    with pytest.raises(DiskTierError, match=r"activation_layers = 7, but 6 layers are streamed; give at most as many"):
+        layers_in_files(dataclasses.replace(disk.disk, activation_layers=7), LAYERS)
+
     def flipped(self):
         self.tier.flush()
         flip_bit(self.tier, unit=3, part=0)
@@ -338,3 +351,5 @@ def test_what_needs_all_layers_is_refused(tmp_path, fields, said):
         DiskConfig(parameters=True)
     with pytest.raises(ValueError, match=r"set disk.parameters to true too"):
         DiskConfig("files", activations=True)
+    with pytest.raises(ValueError, match=r"activation_layers = 2 says how many"):
+        DiskConfig("files", parameters=True, activation_layers=2)

@@ -145,7 +145,8 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     kept, host = _activations(work, copies)
     state = state_bytes(work, sum(laid(w.shape) for w in work.trained) * wide, laid)
     of_layers = offload_time.layer_share(work)
-    away = [round(size * of_layers * on) for size, on in ((parameters, run.host.params), (state, run.host.optimizer))]
+    moved = offload_time.streamed_share(work)
+    away = [round(size * of_layers * share) for size, share in ((parameters, run.host.params), (state, moved))]
     rows = min(1.0, offload_time.ROWS / run.model.layers)  # fraction of the offloaded state on the device at a time
     sums = copies.sums if dict(mesh.axes).get("data", 1) > 1 else 1.0
     at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1

@@ -15,6 +15,7 @@ from jaxllm.models import BlockConfig
 from jaxllm.models.remat import offloaded_share
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Hardware
+from jaxllm.train.host_offload import persistent_arrays
 
 ROWS = 3
 """Layers whose offloaded state is on the device at a time: the one being updated, the next one, the previous one."""
@@ -110,14 +111,28 @@ def layer_elements(work: DeviceWork) -> float:
     return sum(w.stored * w.layers for w in work.weights if w.name.startswith("segments/"))
 
 
+def streamed_share(work: DeviceWork) -> float:
+    """Share of the layers' optimizer state that is in host memory and streamed: 0 without optimizer offload, else what
+    is not persistent (``HostConfig.persistent``).
+
+    Each of the optimizer's arrays is counted as large as the parameter that it is of.
+    """
+    host = work.run.host
+    if not host.optimizer:
+        return 0.0
+    sizes = [w.stored * w.layers for w in work.weights if w.name.startswith("segments/")]
+    sizes *= work.run.optim.spec.arrays or 1
+    return 1 - sum(sizes[n] for n in persistent_arrays(sizes, host.persistent)) / sum(sizes)
+
+
 def state_transfer_seconds(work: DeviceWork, hardware: Hardware, state: float) -> float:
-    """Seconds that ``state`` bytes of optimizer state travel for the update; 0 without optimizer offload."""
+    """Seconds that the streamed part of ``state`` bytes of optimizer state of layers travels for the update."""
     if not work.run.host.optimizer:
         return 0.0
     layers, every = work.run.model.layers, work.run.host.device_every
     layer = LayerUpdateTime.of(layer_elements(work) / layers, hardware)
     if every == 1 or layer is None:
-        return state / hardware.host
+        return streamed_share(work) * state / hardware.host
     return update_seconds(layer, layers, every)
 
 
@@ -145,7 +160,9 @@ def describe(work: DeviceWork, hardware: Hardware, forward: float) -> list[str]:
     if run.host.optimizer:
         layer = LayerUpdateTime.of(layer_elements(work) / run.model.layers, hardware)
         best = "" if layer is None else f"; fastest by formula: {device_every(layer, run.model.layers)}"
-        lines.append(f"optimizer state of layers: one of {run.host.device_every} updated on the device{best}")
+        stays = 1 - streamed_share(work)
+        kept = f"{stays:.0%} persistent on the device, the rest streamed; " if stays else ""
+        lines.append(f"optimizer state of layers: {kept}one of {run.host.device_every} updated on the device{best}")
     if run.host.params:
         lines.append("parameters of layers")
     return lines

@@ -19,6 +19,8 @@ class DiskConfig:
             there; else the optimizer state alone.
         activations: with ``parameters``: the inputs of layers are in files between forward and backward pass; else in
             the host's memory.
+        activation_layers: with ``activations``: so many layers, the first ones, whose backward pass is last, have their
+            inputs in files, the others in the host's memory; 0: all layers.
     """
 
     directory: str = ""
@@ -26,6 +28,7 @@ class DiskConfig:
     window: int = 4
     parameters: bool = False
     activations: bool = False
+    activation_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -39,6 +42,13 @@ class DiskConfig:
         if self.activations and not self.parameters:
             raise ValueError(
                 "disk: activations are the saved inputs of layers that are streamed; set disk.parameters to true too."
+            )
+        if self.activation_layers < 0:
+            raise ValueError(f"disk: activation_layers = {self.activation_layers}; give 0 (all) or a number of layers.")
+        if self.activation_layers and not self.activations:
+            raise ValueError(
+                f"disk: activation_layers = {self.activation_layers} says how many layers' inputs are in files; set "
+                "disk.activations to true too."
             )
         if self.bytes and not self.directory:
             raise ValueError(f"disk: bytes = {self.bytes} limits files, but disk.directory is empty; give a directory.")

@@ -1,7 +1,8 @@
 """Saved inputs of streamed layers between forward and backward pass: in the host's memory, or in files.
 
-In files each is written once, while the next layers are computed, and read ahead of its use in the reverse order; those
-that are still in the window, written already or in flight, are forwarded and never read (SSDTrain, arXiv:2408.10013).
+Those of the first layers, which wait longest, may be in files and the others in memory, as SSDTrain offloads a share
+(arXiv:2408.10013). In files each is written once, while the next layers are computed, and read ahead of its use in the
+reverse order; those that are still in the window, written already or in flight, are forwarded and never read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
-from jaxllm.train.disk.state_file import FileLayout
+from jaxllm.train.disk.state_file import DiskTierError, FileLayout
 from jaxllm.train.disk.state_files import ArrayShards
 
 
@@ -76,10 +77,10 @@ class HostInputs(SavedInputs):
 
 
 class DiskInputs(SavedInputs):
-    """Inputs of layers in files of the disk tier.
+    """Inputs of layers in files of the disk tier, or those of the first layers, with the others in the host's memory.
 
     Args:
-        config: where the files are; ``window`` inputs are in the host's memory.
+        config: where the files are, and how many layers have some; ``window`` inputs of these are in the host's memory.
         layers: number of layers that are streamed.
         micro_batches: of a step.
         hidden: an input, abstract, with its sharding on the run's mesh.
@@ -91,12 +92,13 @@ class DiskInputs(SavedInputs):
     def __init__(self, config: DiskConfig, layers: int, micro_batches: int, hidden: jax.ShapeDtypeStruct):
         self._shards = ArrayShards.of(tuple(hidden.shape), np.dtype(hidden.dtype), hidden.sharding, 0)
         self._micro_batches, self._config = micro_batches, config
+        self._layers, self._others = layers_in_files(config, layers), HostInputs()
         parts = len(self._shards.parts)
         self.layouts = [
             FileLayout(
                 f"input of layer {n}, micro-batch {m}", ["hidden states"] * parts, [self._shards.part_bytes] * parts
             )
-            for n in range(layers)
+            for n in range(self._layers)
             for m in reversed(range(micro_batches))
         ]
         self.sizes = [layout.size for layout in self.layouts]
@@ -111,6 +113,8 @@ class DiskInputs(SavedInputs):
 
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
         """See ``SavedInputs``."""
+        if layer >= self._layers:
+            return self._others.put(layer, micro, x)
         unit, there = self._unit(layer, micro), to_host(x)  # so that the device does not wait for the disk
 
         def fill(buffer: np.ndarray) -> None:
@@ -124,16 +128,50 @@ class DiskInputs(SavedInputs):
 
     def take(self, layer: int, micro: int) -> jax.Array:
         """See ``SavedInputs``."""
+        if layer >= self._layers:
+            return self._others.take(layer, micro)
         unit = self._unit(layer, micro)
         return self._shards.placed(self.layouts[unit], self.tier.take(unit))
 
     def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
         """See ``SavedInputs``."""
+        if layer >= self._layers:
+            return self._others.drop(layer, micro, wait, final)
         self.tier.release(self._unit(layer, micro), wait)
 
     def _unit(self, layer: int, micro: int) -> int:
         # The micro-batches of a layer are written backwards, because the backward pass adds their gradients forwards.
         return (layer + 1) * self._micro_batches - 1 - micro
+
+
+def layers_in_files(config: DiskConfig, layers: int) -> int:
+    """How many of a run's layers have their inputs in files.
+
+    Args:
+        config: of the run.
+        layers: number of layers that are streamed.
+
+    Raises:
+        DiskTierError: more are to have files than there are.
+    """
+    if config.activation_layers > layers:
+        raise DiskTierError(
+            f"disk.activation_layers = {config.activation_layers}, but {layers} layers are streamed; give at most as "
+            "many, or 0 (all)."
+        )
+    return (config.activation_layers or layers) if config.activations else 0
+
+
+def host_inputs(config: DiskConfig, layers: int, micro_batches: int) -> int:
+    """Most inputs of layers that are in the host's memory at a time.
+
+    Args:
+        config: of the run.
+        layers: number of layers that are streamed.
+        micro_batches: of a step.
+    """
+    files = layers_in_files(config, layers) * micro_batches
+    return layers * micro_batches - files + min(config.window, files)
 
 
 def to_host(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import functools
 import itertools
 from typing import Any
 
+from jaxllm.cli.memory_budget import MemoryBudget, within_budget
 from jaxllm.data import DataConfig
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.models.remat import policies_by_layer
@@ -14,7 +15,8 @@ from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.remat_solver import HOSTED, NAMED, HostTier, StepBytes, solve
 from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import compile_for
-from jaxllm.train.model_flops import recomputed_flops, train_flops_per_token
+from jaxllm.train.host_offload import HostConfig, persistent_arrays
+from jaxllm.train.model_flops import hardware_flops_per_token, recomputed_flops, train_flops_per_token
 from sharding import MeshSpec
 from tests.plan.test_host_tier import fastest_is_found
 from tests.proofs.harness import proof
@@ -122,4 +124,65 @@ def solver_with_a_host(case: tuple[float, float]) -> dict[str, float]:
         "over the budget": max(0.0, solved.bytes / budget - 1, solved.chosen.host / limit - 1),
         "left": left,
         "time over the best named": max([0.0, *(seconds(solved.chosen) / one - 1 for one in fits)]),
+    }
+
+
+@functools.cache
+def measure_run(remat: str, persistent: float) -> StepBytes:
+    """Bytes of a step with its optimizer state in host memory, of which a share is persistent."""
+    report = compile_for(with_state_on_host(remat, persistent), ON, anyway=True)
+    print(f"{remat}, {persistent:g} persistent: {report.total_bytes / 2**20:.1f} MiB, {report.host_bytes / 2**20:.1f}")
+    return StepBytes(report.total_bytes, report.host_bytes)
+
+
+def with_state_on_host(remat: str, persistent: float) -> RunConfig:
+    """The run with its optimizer state in host memory."""
+    run, host = config(), HostConfig(optimizer=True, persistent=persistent)
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, remat=remat), host=host)
+
+
+@proof(
+    "policies",
+    cases=[0.25, 0.5, 0.75],
+    sample=1,
+    bound={"over the budget": 0.0, "left": 0.05, "time over the best uniform": 0.0},
+)
+def persistent_shares(share: float) -> dict[str, float]:
+    """Budgets between the memory of "full" with all optimizer state in host memory, and that of "elementwise" with all
+    of it on the device: `--within --host` keeps to them and uses them up to 5%, and its step takes less time by the
+    plan than any policy for all layers that fits, with all state streamed."""
+    run, cluster = with_state_on_host("full", 0.0), Cluster.parse(ON)
+    state = 2 * 4 * LAYERS * (16 * WIDTH * WIDTH) // DEVICES
+    least, most = measure_run("full", 0.0).device, measure_run("elementwise", 0.0).device + state
+    budget, host = round(least + share * (most - least)), 2**31
+    found = within_budget(
+        run,
+        MemoryBudget(budget, host),
+        lambda one: measure_run(one.model.remat, one.host.persistent),
+        (DEVICES, "tpu"),
+        cluster,
+    )
+    mesh = MeshSpec.parse(run.mesh)
+    tier = HostTier.of(run, cluster, mesh, host)
+    forward = train_flops_per_token(run.model, LENGTH) / 3
+
+    def seconds(remat: str, persistent: float) -> float:
+        """Of passes, exposed copies of activations, and the state that is not persistent, by arrays of one layer."""
+        model = dataclasses.replace(run.model, remat=remat)
+        flops = hardware_flops_per_token(model, LENGTH)
+        exposed = tier.exposed(measure_run(remat, persistent).host, forward, flops - forward)
+        sizes = [1] * 8 + [4] * 6
+        stays = sum(sizes[n] for n in persistent_arrays(sizes, persistent)) / sum(sizes)
+        return flops * tier.seconds_per_flop + exposed + (1 - stays) * state * tier.seconds_per_byte
+
+    named = [name for name in (*HOSTED, *NAMED) if measure_run(name, 0.0).device <= budget]
+    best, took = min(seconds(name, 0.0) for name in named), measure_run(found.model.remat, found.host.persistent)
+    print(
+        f"{share}: {found.model.remat}, {found.host.persistent:g} persistent, {took.device / budget:.3f} of the budget"
+    )
+    assert found.host.persistent > 0
+    return {
+        "over the budget": max(0.0, took.device / budget - 1),
+        "left": 1 - took.device / budget,
+        "time over the best uniform": max(0.0, seconds(found.model.remat, found.host.persistent) / best - 1),
     }

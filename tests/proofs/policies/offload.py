@@ -52,6 +52,11 @@ CASES = {
     "activations of half the tokens": Case("offload:0.5", "adamw", HostConfig(), "elementwise", 1, 1, 1 / LAYERS),
     # A layer's state comes and goes beside the update of another one; each way once more than there are layers.
     "optimizer": Case("full", "adamw", STATE, "full", 1 + 1 / LAYERS, 1 + 1 / LAYERS, 1 / LAYERS),
+    # What is persistent is not copied.
+    "optimizer, a part persistent": Case(
+        *("full", "adamw", dataclasses.replace(STATE, persistent=0.45), "full"),
+        *(1 + 1 / LAYERS, 1 + 1 / LAYERS, 1 / LAYERS),
+    ),
     "optimizer, every other layer by the host": Case(
         # Up go the state of the device's layers, and parameters and gradients of the host's: as many numbers.
         *("full", "adamw", dataclasses.replace(STATE, device_every=2), "full"),
@@ -87,6 +92,10 @@ def waiting(case: Case) -> int:
         return LAYERS * TOKENS * (2 * of_all + 4 * sums) + LAYERS * round(share * TOKENS) * 2 * of_some
     block = BlockConfig(AttentionConfig(4, 4, WIDTH // 4), MlpConfig(4 * WIDTH))
     model = functional(DecoderConfig(vocab_size=1024, embed_dim=WIDTH, layers=LAYERS, pattern=(block,)))
+    if case.host.persistent:
+        # Of two moments of four matrices of W x W and three of W x 4 W, which are 32 W^2, 14.4 W^2 may stay: three of
+        # the large ones, two of the small ones, and the norms.
+        return LAYERS * 18 * WIDTH * WIDTH * 4 // DEVICES
     layers = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract()["segments"])) // DEVICES
     return layers * (2 if case.host.optimizer else 1)
 

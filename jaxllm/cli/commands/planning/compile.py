@@ -10,7 +10,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.memory_budget import MemoryBudget, budget_of, with_remat, within_budget
+from jaxllm.cli.memory_budget import MemoryBudget, budget_of, within_budget
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -160,8 +160,8 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
     from jaxllm.plan.remat_solver import StepBytes
     from jaxllm.train.compile_step import compile_for
 
-    def measure(remat: str) -> StepBytes:
-        run, told = with_remat(config, remat), progress_line(f"remat {remat}: ")
+    def measure(run: RunConfig) -> StepBytes:
+        told = progress_line(f"remat {run.model.remat}: ")
         report = compile_for(run, topology.name, progress=told, anyway=True)
         return StepBytes(report.total_bytes, report.host_bytes)
 

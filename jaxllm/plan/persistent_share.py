@@ -1,0 +1,129 @@
+"""Persistent share: how much of the optimizer state in host memory stays on the device, beside which remat.
+
+ProTrain (arXiv:2406.08334, section 4) searches the number of persistent chunks together with what each block does with
+its activations: device memory is worth either recomputation that is saved, or copies of optimizer state that are.
+Here the share takes sixteenths. For each, the remat solver fills the rest of the memory by sizes of policies that the
+compiler has measured, and the step of least predicted time is compiled; where it is over the budget, the next one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jaxllm.models import DecoderConfig
+from jaxllm.models.remat import RematError, offloaded_share, policies_by_layer
+from jaxllm.plan.formulas.device_work import DeviceWork
+from jaxllm.plan.remat_solver import HostTier, Measure, RematSolution, StepBytes, saved_bytes, solve
+from jaxllm.train import RunConfig
+from jaxllm.train.disk.step_bytes import shard_bytes
+from jaxllm.train.host_offload import persistent_arrays
+from jaxllm.train.run_model import run_model
+from jaxllm.train.step.step_builder import build_optimizer, run_state
+from sharding import MeshSpec
+
+SHARES = [sixteenths / 16 for sixteenths in range(16)]
+COMPILED = 3
+"""Most shares whose step is compiled."""
+
+
+class PersistentPlan(NamedTuple):
+    """Persistent share of a run's optimizer state, with the remat beside it.
+
+    Attributes:
+        share: value for ``host.persistent``.
+        remat: value for ``model.remat``.
+        stays, streamed: bytes of a device's optimizer state of layers, on the device and in host memory.
+        bytes: of the step on a device, predicted; measured, of the plan that is chosen.
+        seconds: predicted for the passes of a step, exposed copies of activations, and copies of optimizer state.
+    """
+
+    share: float
+    remat: str
+    stays: int
+    streamed: int
+    bytes: int
+    seconds: float
+
+
+def persistent_plans(
+    config: RunConfig, budget: int, solved: RematSolution, host: HostTier, mesh: MeshSpec
+) -> list[PersistentPlan]:
+    """Plans of all shares that fit by the measured sizes of policies, that without persistent state first.
+
+    Args:
+        config: the run, with its optimizer state in host memory and none of it persistent.
+        budget: bytes of a device.
+        solved: its remat.
+        host: where activations may be moved to, beside that state.
+        mesh: of the run.
+    """
+    model = run_model(config)
+    state = run_state(config, model, build_optimizer(config, model), mesh.abstract()).opt_state
+    sizes = [shard_bytes(one) for one in jax.tree.leaves(state) if one.sharding.memory_kind == "pinned_host"]
+    micro, measure = DeviceWork.of(config, mesh).micro_batches, modelled(config.model, solved)
+    more = max(0, solved.bytes - measure(solved.remat).device)  # of a mixed program beyond the sum of its parts
+    plans: list[PersistentPlan] = []
+    for share in SHARES:
+        stays = sum(sizes[n] for n in persistent_arrays(sizes, share))
+        if any(plan.stays == stays for plan in plans):
+            continue
+        found = solved
+        if stays:
+            there = dataclasses.replace(host, bytes=host.bytes + stays)
+            try:
+                found = solve(config, budget - stays - more, measure, there)
+            except RematError:
+                break
+        passes = micro * (found.flops * host.seconds_per_flop + found.chosen.exposed)
+        streamed = sum(sizes) - stays
+        seconds = passes + streamed * host.seconds_per_byte
+        plans.append(
+            PersistentPlan(share, found.remat, stays, streamed, found.bytes + (stays + more if stays else 0), seconds)
+        )
+    return plans
+
+
+def fastest_that_fits(
+    plans: list[PersistentPlan], budget: int, host: HostTier, measure: Callable[[PersistentPlan], StepBytes]
+) -> PersistentPlan:
+    """The plan of least predicted time whose compiled step fits, with its measured bytes.
+
+    Args:
+        plans: from ``persistent_plans``; the first is known to fit.
+        budget: bytes of a device.
+        host: where activations may be moved to, beside the state.
+        measure: compiles the step of a plan.
+    """
+    for plan in sorted(plans, key=lambda plan: plan.seconds)[:COMPILED]:
+        if plan is plans[0]:
+            break
+        found = measure(plan)
+        if found.device <= budget and found.host <= host.bytes + plan.stays:
+            return plan._replace(bytes=found.device)
+    return plans[0]
+
+
+def modelled(model: DecoderConfig, solved: RematSolution) -> Measure:
+    """Bytes of a step with any remat as a sum over layers, from the policies that were measured for all of them."""
+    named, base = solved.named, solved.named["full"]
+    device = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
+    device |= saved_bytes(model, device)
+    there = {name: one.host / model.layers for name, one in named.items()}
+
+    def part(sizes: dict[str, float], name: str) -> float:
+        share = offloaded_share(name)
+        if share is None or name in sizes:
+            return sizes.get(name, 0.0)
+        return sizes["offload:0"] + share * (sizes["offload"] - sizes["offload:0"])
+
+    def measure(remat: str) -> StepBytes:
+        layers = policies_by_layer(remat, model.segments)
+        return StepBytes(
+            round(base.bytes + sum(part(device, name) for name in layers)), round(sum(part(there, n) for n in layers))
+        )
+
+    return measure
