@@ -205,6 +205,7 @@ def within_budget(
         RematError: nothing fits; says what the least takes.
     """
     from jaxllm.parallel.sharding_table_view import columns
+    from jaxllm.plan.graphs.block_graph import block_graphs, value_bytes
     from jaxllm.plan.graphs.remat_report import compare_remat, remat_table
     from jaxllm.plan.remat_solver import HostTier, solve
     from jaxllm.train.run import fitting_mesh
@@ -217,7 +218,8 @@ def within_budget(
         assert cluster is not None
         in_memory = dataclasses.replace(config, disk=dataclasses.replace(config.disk, directory="", bytes=0))
         tier = HostTier.of(in_memory, cluster, mesh, budget.host)
-    solved = solve(config, budget.device, measure, tier)
+    blocks = block_graphs(config, mesh)
+    solved = solve(config, budget.device, measure, tier, value_bytes(blocks) if blocks else None)
     candidates = {**solved.named, **solved.tried}
     least = min(one.flops for one in candidates.values())
     rows = [
@@ -234,7 +236,7 @@ def within_budget(
     head = ("model.remat", "GiB", *of_host, "extra FLOPs", "")
     print(columns(head, rows, f"<>{'>>' if of_host else ''}><"), end="\n\n", flush=True)
     chosen = with_remat(config, solved.remat)
-    if compared := remat_table(compare_remat(chosen, mesh)):
+    if compared := remat_table(compare_remat(chosen, blocks)):
         print(compared, end="\n\n", flush=True)
     return chosen
 

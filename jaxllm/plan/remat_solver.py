@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.models import DecoderConfig
-from jaxllm.models.remat import VALUES, RematError
+from jaxllm.models.remat import ELEMENTWISE, VALUES, RematError, save_policy
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.hardware import Cluster
@@ -137,7 +137,13 @@ class RematSolution:
         return self.chosen.flops
 
 
-def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | None = None) -> RematSolution:
+def solve(
+    config: RunConfig,
+    budget: int,
+    measure: Measure,
+    host: HostTier | None = None,
+    widths: Mapping[str, float] | None = None,
+) -> RematSolution:
     """Per-layer policies that take the least time among those whose step takes at most ``budget`` bytes.
 
     Args:
@@ -145,6 +151,7 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
         budget: bytes of a device, for everything that the step takes.
         measure: compiles the step.
         host: where activations may be moved to; None: nowhere, and the least time is the least recomputation.
+        widths: bytes of each value that "save" can keep; None: in proportion to its numbers per token.
 
     Raises:
         RematError: no policy for all layers fits.
@@ -173,7 +180,7 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
         raise _nothing_fits(named, budget, host)
     base = named["full"]
     sizes = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
-    sizes |= saved_bytes(model, sizes)
+    sizes |= saved_bytes(model, sizes, seq_len, widths)
     there_of = {name: named[name].host / model.layers if name in named else 0.0 for name in sizes}
     layer = {
         name: LayerCost(
@@ -207,8 +214,11 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
     return RematSolution(remat, found[remat], named, tried)
 
 
-def saved_bytes(model: DecoderConfig, named: Mapping[str, float]) -> dict[str, float]:
-    """Bytes of a layer beside what "full" saves, for each set of values that "save" can keep and no named policy does.
+def saved_bytes(
+    model: DecoderConfig, named: Mapping[str, float], seq_len: int, widths: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Bytes of a layer beside what "full" saves, for each set of values that "save" can keep, without those than which
+    another set or a named policy keeps no more and recomputes no more.
 
     The results of attention are what "elementwise" keeps and "attention" does not; the other values share what
     "attention" keeps by their widths.
@@ -216,21 +226,49 @@ def saved_bytes(model: DecoderConfig, named: Mapping[str, float]) -> dict[str, f
     Args:
         model: the model.
         named: the same of the named policies.
+        seq_len: tokens of a row.
+        widths: bytes of each value; None: in proportion to its numbers per token.
     """
-    widths = dict.fromkeys(VALUES, 0)
-    for block in model.blocks:
-        layer, inner = block.attention, block.mlp.inner_widths(model.embed_dim)
-        widths["qkv"] += layer.heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
-        widths["residual"] += model.embed_dim
-        widths["inner"] += inner.get("gate", 0) + inner.get("up", 0)
-    del widths["attention"]
-    if not widths["inner"]:
-        del widths["inner"]  # of mixtures alone: routed experts compute theirs again whatever is kept
-    sizes = {value: named["attention"] * width / sum(widths.values()) for value, width in widths.items()}
+    widths = _widths(model) if widths is None else widths
+    rate = named["attention"] / sum(widths.get(value, 0) for value in ELEMENTWISE if value != "attention")
+    sizes = {value: rate * width for value, width in widths.items()}
     sizes["attention"] = named["elementwise"] - named["attention"]
-    values = [value for value in VALUES if value in sizes]
-    sets = (kept for n in range(1, len(values)) for kept in itertools.combinations(values, n))
-    return {"save:" + "+".join(kept): sum(map(sizes.__getitem__, kept)) for kept in sets if set(kept) != set(widths)}
+    values = [value for value in VALUES if sizes.get(value)]
+    found = {
+        save_policy(kept): sum(map(sizes.__getitem__, kept))
+        for n in range(1, len(values) + 1)
+        for kept in itertools.combinations(values, n)
+    }
+    return _least(model, seq_len, {name: size for name, size in named.items() if name in NAMED}, found)
+
+
+def _widths(model: DecoderConfig) -> dict[str, float]:
+    """Numbers per token of each value that "save" can keep, of all layers."""
+    found: dict[str, float] = {}
+    for block in model.blocks:
+        for one in block.matmul_values(model.embed_dim):
+            if one.name in VALUES:
+                found[one.name] = found.get(one.name, 0) + one.width
+    return found
+
+
+def _least(
+    model: DecoderConfig, seq_len: int, named: Mapping[str, float], sets: Mapping[str, float]
+) -> dict[str, float]:
+    """``sets`` without those than which another one, or a named policy, takes no more bytes and FLOPs."""
+
+    def costs(policy: str) -> list[float]:
+        return [recomputed_flops(policy, model, group, seq_len) for group, _ in model.segments]
+
+    names = list(sets)
+    points = np.array([[sets[name], *costs(name)] for name in names])
+    limits = np.array([[size, *costs(name)] for name, size in named.items()])
+    kept: list[int] = []
+    for i in np.lexsort(points.T[::-1]):  # whatever takes no more in everything comes before
+        others = np.vstack([limits, points[kept]])
+        if not np.all(others <= points[i] * (1 + 1e-9), axis=1).any():
+            kept.append(int(i))
+    return {names[i]: sets[names[i]] for i in kept}
 
 
 def hidden_share(none: RematCandidate, whole: RematCandidate, host: HostTier, forward: float) -> float:

@@ -28,10 +28,9 @@ from jaxllm.plan.remat_solver import (
 from jaxllm.train import RunConfig
 from sharding import MeshSpec
 from tests import tiny
-from tests.plan.test_recompute import ALL
+from tests.plan.test_recompute import bytes_of_layer
 
 NAMES = (*HOSTED, *NAMED)
-DEVICE = {"offload:0": -20, "offload": -20} | ALL
 HOST = {"offload:0": 40, "offload": 110, "full": 0, "attention": 0, "elementwise": 0, "none": 0}
 BASE = 1000
 
@@ -103,7 +102,7 @@ def measure_of(run: RunConfig):
     def measure(remat: str) -> StepBytes:
         layers = policies_by_layer(remat, run.model.segments)
         shares = {name: offloaded_share(name) for name in layers}
-        device = sum(DEVICE[name if shares[name] is None else "offload"] for name in layers)
+        device = sum(bytes_of_layer(name) if shares[name] is None else -20 for name in layers)
         host = sum(40 + 70 * share for name in layers if (share := shares[name]) is not None)
         return StepBytes(BASE + device, int(host))
 
