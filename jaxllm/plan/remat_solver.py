@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.models import DecoderConfig
-from jaxllm.models.remat import ELEMENTWISE, VALUES, RematError, save_policy
+from jaxllm.models.remat import ELEMENTWISE, VALUES, RematError, save_policy, saved_values
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.hardware import Cluster
@@ -180,8 +180,12 @@ def solve(
         raise _nothing_fits(named, budget, host)
     base = named["full"]
     sizes = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
-    sizes |= saved_bytes(model, sizes, seq_len, widths)
-    there_of = {name: named[name].host / model.layers if name in named else 0.0 for name in sizes}
+    widths = _widths(model) if widths is None else widths
+    saved = saved_bytes(model, sizes, seq_len, widths)
+    moved = {} if host is None else moved_bytes(saved, saved_rate(sizes, widths) * widths["input"])
+    there_of = {name: one.host / model.layers for name, one in named.items()}
+    there_of |= dict.fromkeys(saved, 0.0) | {name: there for name, (_, there) in moved.items()}
+    sizes |= saved | {name: here for name, (here, _) in moved.items()}
     layer = {
         name: LayerCost(
             sizes[name],
@@ -230,7 +234,7 @@ def saved_bytes(
         widths: bytes of each value; None: in proportion to its numbers per token.
     """
     widths = _widths(model) if widths is None else widths
-    rate = named["attention"] / sum(widths.get(value, 0) for value in ELEMENTWISE if value != "attention")
+    rate = saved_rate(named, widths)
     sizes = {value: rate * width for value, width in widths.items()}
     sizes["attention"] = named["elementwise"] - named["attention"]
     values = [value for value in VALUES if sizes.get(value)]
@@ -242,9 +246,27 @@ def saved_bytes(
     return _least(model, seq_len, {name: size for name, size in named.items() if name in NAMED}, found)
 
 
+def saved_rate(named: Mapping[str, float], widths: Mapping[str, float]) -> float:
+    """Bytes of a layer for each unit of ``widths``, by the values that "attention" keeps, whose bytes are ``named``."""
+    return named["attention"] / sum(widths.get(value, 0) for value in ELEMENTWISE if value != "attention")
+
+
+def moved_bytes(saved: Mapping[str, float], stream: float) -> dict[str, tuple[float, float]]:
+    """Bytes of a layer on the device, beside what "full" saves, and on the host, where values are moved that "save"
+    would keep: those of each policy in ``saved``, or none, with and without the block's input of ``stream`` bytes.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for policy, size in {"full": 0.0, **saved}.items():
+        values = saved_values(policy) or ()
+        if values:
+            found[save_policy((), values)] = 0.0, size
+        found[save_policy((), (*values, "input"))] = -stream, size + stream
+    return found
+
+
 def _widths(model: DecoderConfig) -> dict[str, float]:
-    """Numbers per token of each value that "save" can keep, of all layers."""
-    found: dict[str, float] = {}
+    """Numbers per token of each value that "save" can keep or move, of all layers."""
+    found: dict[str, float] = {"input": float(model.embed_dim * model.layers)}
     for block in model.blocks:
         for one in block.matmul_values(model.embed_dim):
             if one.name in VALUES:

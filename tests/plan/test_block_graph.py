@@ -65,7 +65,7 @@ def test_the_best_values_of_the_graph_are_those_of_the_formulas(room: int):
     tokens, model = ROWS * LENGTH // 2, run().model
     sets = [kept for n in range(8) for kept in itertools.combinations(numbers, n)]
     assert block().values().keys() == numbers.keys()
-    assert value_bytes([block()]) == {name: 4 * tokens * n * LAYERS for name, n in numbers.items()}
+    assert value_bytes([block()]) == {name: 4 * tokens * n * LAYERS for name, n in (*numbers.items(), ("input", 16))}
 
     def again(policy: str) -> float:
         """FLOPs, attention's with masked pairs."""

@@ -37,11 +37,13 @@ class BlockGraph(NamedTuple):
         traced: its forward pass; values that depend on parameters alone are arguments.
         needed: values that its backward pass reads.
         repeats: how often it repeats.
+        stream: bytes of its input.
     """
 
     traced: TracedGraph
     needed: frozenset[int]
     repeats: int
+    stream: int
 
     def kept_by(self, policy: Policy) -> KeptValues | None:
         """Values that a policy keeps, and operations that it runs again; None for a policy whose values are not kept
@@ -82,8 +84,9 @@ class BlockGraph(NamedTuple):
 
 
 def value_bytes(blocks: Sequence[BlockGraph]) -> dict[str, float]:
-    """Bytes of each value that "save" can keep, of all layers."""
+    """Bytes of each value that "save" can keep or move, of all layers; of "input" once for each group of blocks."""
     found = {value: float(sum(block.repeats * block.bytes_of(value) for block in blocks)) for value in VALUES}
+    found["input"] = float(sum(block.repeats * block.stream for block in blocks))
     return {value: size for value, size in found.items() if size}
 
 
@@ -148,7 +151,9 @@ def _block(loop: Any) -> BlockGraph:
     needed = frozenset(computed)
     for i in _within_attention(traced) - needed:
         operations[i] = dataclasses.replace(operations[i], bytes=0)
-    return BlockGraph(dataclasses.replace(traced, graph=ValueGraph(tuple(operations))), needed, loop.params["length"])
+    stream = max(traced.graph.operations[i].bytes for i in streams)
+    traced = dataclasses.replace(traced, graph=ValueGraph(tuple(operations)))
+    return BlockGraph(traced, needed, loop.params["length"], stream)
 
 
 def _within_attention(traced: TracedGraph) -> set[int]:
