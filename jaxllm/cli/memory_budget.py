@@ -206,6 +206,7 @@ def within_budget(
     """
     from jaxllm.parallel.sharding_table_view import columns
     from jaxllm.plan.graphs.block_graph import block_graphs, value_bytes
+    from jaxllm.plan.graphs.block_placement import placed_policies
     from jaxllm.plan.graphs.remat_report import compare_remat, remat_table
     from jaxllm.plan.remat_solver import HostTier, solve
     from jaxllm.train.run import fitting_mesh
@@ -219,7 +220,8 @@ def within_budget(
         in_memory = dataclasses.replace(config, disk=dataclasses.replace(config.disk, directory="", bytes=0))
         tier = HostTier.of(in_memory, cluster, mesh, budget.host)
     blocks = block_graphs(config, mesh)
-    solved = solve(config, budget.device, measure, tier, value_bytes(blocks) if blocks else None)
+    placed = [] if tier is None else placed_policies(blocks)
+    solved = solve(config, budget.device, measure, tier, value_bytes(blocks) if blocks else None, placed)
     candidates = {**solved.named, **solved.tried}
     least = min(one.flops for one in candidates.values())
     rows = [

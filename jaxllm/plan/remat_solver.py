@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.models import DecoderConfig
-from jaxllm.models.remat import ELEMENTWISE, VALUES, RematError, save_policy, saved_values
+from jaxllm.models.remat import ELEMENTWISE, VALUES, RematError, moved_values, save_policy, saved_values
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.hardware import Cluster
@@ -143,6 +143,7 @@ def solve(
     measure: Measure,
     host: HostTier | None = None,
     widths: Mapping[str, float] | None = None,
+    placed: Sequence[str] = (),
 ) -> RematSolution:
     """Per-layer policies that take the least time among those whose step takes at most ``budget`` bytes.
 
@@ -152,6 +153,7 @@ def solve(
         measure: compiles the step.
         host: where activations may be moved to; None: nowhere, and the least time is the least recomputation.
         widths: bytes of each value that "save" can keep; None: in proportion to its numbers per token.
+        placed: further policies of "save" that move values, to be considered with ``host``.
 
     Raises:
         RematError: no policy for all layers fits.
@@ -180,12 +182,11 @@ def solve(
         raise _nothing_fits(named, budget, host)
     base = named["full"]
     sizes = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
-    widths = _widths(model) if widths is None else widths
-    saved = saved_bytes(model, sizes, seq_len, widths)
-    moved = {} if host is None else moved_bytes(saved, saved_rate(sizes, widths) * widths["input"])
+    values = value_sizes(model, sizes, widths)
+    sets = list(saved_bytes(model, sizes, seq_len, widths))
     there_of = {name: one.host / model.layers for name, one in named.items()}
-    there_of |= dict.fromkeys(saved, 0.0) | {name: there for name, (_, there) in moved.items()}
-    sizes |= saved | {name: here for name, (here, _) in moved.items()}
+    for name in sets if host is None else [*sets, *moved_policies(sets), *placed]:
+        sizes[name], there_of[name] = places_bytes(name, values)
     layer = {
         name: LayerCost(
             sizes[name],
@@ -224,19 +225,13 @@ def saved_bytes(
     """Bytes of a layer beside what "full" saves, for each set of values that "save" can keep, without those than which
     another set or a named policy keeps no more and recomputes no more.
 
-    The results of attention are what "elementwise" keeps and "attention" does not; the other values share what
-    "attention" keeps by their widths.
-
     Args:
         model: the model.
         named: the same of the named policies.
         seq_len: tokens of a row.
         widths: bytes of each value; None: in proportion to its numbers per token.
     """
-    widths = _widths(model) if widths is None else widths
-    rate = saved_rate(named, widths)
-    sizes = {value: rate * width for value, width in widths.items()}
-    sizes["attention"] = named["elementwise"] - named["attention"]
+    sizes = value_sizes(model, named, widths)
     values = [value for value in VALUES if sizes.get(value)]
     found = {
         save_policy(kept): sum(map(sizes.__getitem__, kept))
@@ -246,22 +241,39 @@ def saved_bytes(
     return _least(model, seq_len, {name: size for name, size in named.items() if name in NAMED}, found)
 
 
-def saved_rate(named: Mapping[str, float], widths: Mapping[str, float]) -> float:
-    """Bytes of a layer for each unit of ``widths``, by the values that "attention" keeps, whose bytes are ``named``."""
-    return named["attention"] / sum(widths.get(value, 0) for value in ELEMENTWISE if value != "attention")
+def value_sizes(
+    model: DecoderConfig, named: Mapping[str, float], widths: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Bytes of a layer for each value that "save" can keep, and for "input", the block's input.
 
+    The results of attention are what "elementwise" keeps and "attention" does not; the other values share what
+    "attention" keeps by their widths.
 
-def moved_bytes(saved: Mapping[str, float], stream: float) -> dict[str, tuple[float, float]]:
-    """Bytes of a layer on the device, beside what "full" saves, and on the host, where values are moved that "save"
-    would keep: those of each policy in ``saved``, or none, with and without the block's input of ``stream`` bytes.
+    Args:
+        model, named, widths: as for ``saved_bytes``.
     """
-    found: dict[str, tuple[float, float]] = {}
-    for policy, size in {"full": 0.0, **saved}.items():
+    widths = _widths(model) if widths is None else widths
+    rate = named["attention"] / sum(widths.get(value, 0) for value in ELEMENTWISE if value != "attention")
+    sizes = {value: rate * width for value, width in widths.items()}
+    return sizes | {"attention": named["elementwise"] - named["attention"]}
+
+
+def moved_policies(saved: Iterable[str]) -> list[str]:
+    """Policies that move to the host what others keep, or nothing, with and without the block's input."""
+    found: list[str] = []
+    for policy in ("full", *saved):
         values = saved_values(policy) or ()
-        if values:
-            found[save_policy((), values)] = 0.0, size
-        found[save_policy((), (*values, "input"))] = -stream, size + stream
+        found += [save_policy((), values)] * bool(values) + [save_policy((), (*values, "input"))]
     return found
+
+
+def places_bytes(policy: str, sizes: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes of a layer with "save" on the device, beside what "full" saves, and on the host; values that the model
+    does not have take none.
+    """
+    moved = moved_values(policy)
+    here = sum(sizes.get(value, 0.0) for value in saved_values(policy) or () if value not in moved)
+    return here - sizes["input"] * ("input" in moved), sum(sizes.get(value, 0.0) for value in moved)
 
 
 def _widths(model: DecoderConfig) -> dict[str, float]:

@@ -13,11 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxllm import cli
 from jaxllm.data import DataConfig
-from jaxllm.models.remat import save_policy, saved_values
+from jaxllm.models.remat import moved_values, save_policy, saved_values
 from jaxllm.plan.graphs.block_graph import BlockGraph, block_graphs, value_bytes
+from jaxllm.plan.graphs.block_placement import place_block, placed_policies
 from jaxllm.plan.graphs.jaxpr_graph import graph_of
 from jaxllm.plan.graphs.peak_estimate import estimate
 from jaxllm.plan.graphs.remat_report import compare_remat, remat_table
+from jaxllm.plan.graphs.value_graph import GraphError
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import recomputed_flops
 from sharding import MeshSpec
@@ -79,6 +81,33 @@ def test_the_best_values_of_the_graph_are_those_of_the_formulas(room: int):
     assert own.bytes <= room
     assert own.time == pytest.approx(least, rel=1e-12)
     assert again(block().best(room)) == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("room", [0, 3000, 6144, 11000, 18688])
+def test_a_placement_of_a_block_moves_the_least(room: int):
+    """Of all choices of what stays on the device, and no more than a greedy one; as many bytes in the traced step."""
+    policy = "save:k+attention+residual+inner"
+    sizes = {"input": 2048} | {name: block().bytes_of(name) for name in saved_values(policy) or ()}
+    found = place_block(block(), policy, room, seconds=None)
+    moved = moved_values(found.policy)
+    assert {*moved, *(saved_values(found.policy) or ()), "input"} == sizes.keys()
+    here = [sum(map(sizes.__getitem__, some)) for n in range(7) for some in itertools.combinations(sizes, n)]
+    best = max(size for size in here if size <= room)
+    assert found.optimal
+    assert (found.device, found.moved) == (best, sum(sizes.values()) - best)
+    assert found.moved == sum(map(sizes.__getitem__, moved))
+    left = room
+    for size in sizes.values():  # the first that fit stay
+        left -= size * (size <= left)
+    assert found.device >= room - left
+
+
+def test_placements_are_offered_where_values_may_move():
+    found = placed_policies([block()])
+    assert len(found) == 3
+    assert all(moved_values(policy) and len(saved_values(policy) or ()) == 7 for policy in found)
+    with pytest.raises(GraphError, match="give full or save:VALUES"):
+        place_block(block(), "elementwise", 10)
 
 
 def test_the_least_of_a_block_is_listed_beside_its_policies():

@@ -11,9 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.data import DataConfig
 from jaxllm.models import functional
-from jaxllm.models.remat import GROUPS, VALUES, save_policy
-from jaxllm.train import value_and_grad
+from jaxllm.models.remat import GROUPS, VALUES, moved_values, save_policy
+from jaxllm.plan.graphs.block_graph import block_graphs
+from jaxllm.plan.graphs.block_placement import place_block
+from jaxllm.train import RunConfig, value_and_grad
+from sharding import MeshSpec
 from tests import quick, tiny
 from tests.proofs.harness import proof
 
@@ -66,6 +70,31 @@ def kept_values(case: tuple[str, str]) -> dict[str, float]:
     model, remat = case
     (loss, grads), (want, wanted) = result(remat, 2, 1, model), result("none", 1, 1, model)
     return {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}
+
+
+@proof(
+    "policies",
+    cases=[(model, share) for model in MODELS for share in (0.0, 0.2, 0.4, 0.6, 0.8)],
+    sample=1,
+    bound={"loss": 1e-10, "grads": 1e-10, "over the room": 0.0},
+    float64=True,
+)
+def placements_run(case: tuple[str, float]) -> dict[str, float]:
+    """The placement of a block that moves the fewest bytes (COSMA), for a share of its values' bytes on the device:
+    loss and gradients of its policy against no remat.
+    """
+    model, share = case
+    run = RunConfig(model=MODELS[model], data=DataConfig(batch_size=4, seq_len=12), mesh="data=1", steps=2)
+    (block,) = block_graphs(run, MeshSpec.parse("data=1"))
+    policy = block.best(sum(map(block.bytes_of, block.values())))
+    kept = block.kept_by(policy)
+    assert kept is not None
+    room = int(share * (kept.bytes + block.stream))
+    placed = place_block(block, policy, room)
+    assert moved_values(placed.policy), placed
+    (loss, grads), (want, wanted) = result(placed.policy, 1, 2, model), result("none", 1, 2, model)
+    errors = {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}
+    return errors | {"over the room": max(0.0, placed.device - room)}
 
 
 @proof(
