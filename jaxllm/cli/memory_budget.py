@@ -15,10 +15,10 @@ from jaxllm.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
-    from jaxllm.plan.remat_solver import HostTier, RematSolution, StepBytes
+    from jaxllm.plan.persistent_share import PersistentPlan
+    from jaxllm.plan.remat_solver import HostTier, StepBytes
     from jaxllm.train import RunConfig
     from jaxllm.train.compile_step import StateBytes
-    from sharding import MeshSpec
 
 FIT_SHARE = 0.95
 """Share of a device's memory that ``--fit`` plans for: the rest is for fragments between arrays."""
@@ -236,7 +236,10 @@ def within_budget(
         RematError: nothing fits; says what the least takes.
     """
     from jaxllm.parallel.sharding_table_view import columns
+    from jaxllm.plan.graphs.block_graph import block_graphs, value_bytes
+    from jaxllm.plan.graphs.block_placement import placed_policies
     from jaxllm.plan.graphs.remat_report import compare_remat, remat_table
+    from jaxllm.plan.persistent_share import persistent_plans
     from jaxllm.plan.remat_solver import HostTier, solve
     from jaxllm.train.run import fitting_mesh
     from jaxllm.train.run_model import run_model
@@ -248,7 +251,9 @@ def within_budget(
         assert cluster is not None
         in_memory = dataclasses.replace(config, disk=dataclasses.replace(config.disk, directory="", bytes=0))
         tier = HostTier.of(in_memory, cluster, mesh, budget.host)
-    solved = solve(config, budget.device, lambda remat: measure(with_remat(config, remat)), tier)
+    blocks = block_graphs(config, mesh)
+    widths, placed = value_bytes(blocks) if blocks else None, [] if tier is None else placed_policies(blocks)
+    solved = solve(config, budget.device, lambda remat: measure(with_remat(config, remat)), tier, widths, placed)
     candidates = {**solved.named, **solved.tried}
     least = min(one.flops for one in candidates.values())
     rows = [
@@ -266,8 +271,9 @@ def within_budget(
     print(columns(head, rows, f"<>{'>>' if of_host else ''}><"), end="\n\n", flush=True)
     chosen = with_remat(config, solved.remat)
     if tier is not None and config.host.optimizer and not config.host.persistent and config.host.device_every == 1:
-        chosen = _with_persistent_share(config, budget.device, solved, tier, mesh, measure)
-    if compared := remat_table(compare_remat(chosen, mesh)):
+        plans = persistent_plans(config, budget.device, solved, tier, mesh, widths, placed)
+        chosen = _with_persistent_share(config, budget.device, plans, tier, measure)
+    if compared := remat_table(compare_remat(chosen, blocks)):
         print(compared, end="\n\n", flush=True)
     return chosen
 
@@ -275,19 +281,18 @@ def within_budget(
 def _with_persistent_share(
     config: RunConfig,
     budget: int,
-    solved: RematSolution,
+    plans: list[PersistentPlan],
     tier: HostTier,
-    mesh: MeshSpec,
     measure: Callable[[RunConfig], StepBytes],
 ) -> RunConfig:
     """The run with the persistent share of its optimizer state and the remat of the least time; prints the plans."""
     from jaxllm.parallel.sharding_table_view import columns
-    from jaxllm.plan.persistent_share import PersistentPlan, fastest_that_fits, persistent_plans
+    from jaxllm.plan.persistent_share import fastest_that_fits
 
     def run_of(plan: PersistentPlan) -> RunConfig:
         return with_remat(replace(config, host=replace(config.host, persistent=plan.share)), plan.remat)
 
-    replace, plans = dataclasses.replace, persistent_plans(config, budget, solved, tier, mesh)
+    replace = dataclasses.replace
     chosen = fastest_that_fits(plans, budget, tier, lambda plan: measure(run_of(plan)))
     rows = [
         (

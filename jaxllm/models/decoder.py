@@ -12,12 +12,14 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.config import OneOf, renamed_fields
 from jaxllm.models.attention_context import AttentionContext, LayerIndex
 from jaxllm.models.layers.attention import AttentionConfig
+from jaxllm.models.layers.layer import MatmulValue
 from jaxllm.models.layers.layer_table import ATTENTION_LAYERS, FEED_FORWARD_LAYERS
 from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
@@ -26,7 +28,7 @@ from jaxllm.models.linear import linear, lookup
 from jaxllm.models.low_precision_matmul import MatmulPrecision
 from jaxllm.models.moe.moe import MoeConfig
 from jaxllm.models.params import normal, use
-from jaxllm.models.remat import policies_by_segment
+from jaxllm.models.remat import check_values, policies_by_segment
 from jaxllm.models.remat_names import name_for_remat
 from jaxllm.models.tpu_layout import materialized, row_major
 
@@ -48,6 +50,24 @@ class BlockConfig:
     attention: Annotated[Any, OneOf(ATTENTION_LAYERS)] = field(default_factory=AttentionConfig)
     mlp: Annotated[Any, OneOf(FEED_FORWARD_LAYERS)] = field(default_factory=MlpConfig)
     norms: Literal["pre", "post", "sandwich"] = "pre"
+
+    def matmul_values(self, embed_dim: int) -> tuple[MatmulValue, ...]:
+        """Values that matmuls compute in training, in order; norms of a sublayer's output read the output itself."""
+        attention, mlp = self.attention, self.mlp
+        heads, normed = attention.heads * attention.value_dim, self.norms != "pre"
+        inner = mlp.matmul_values(embed_dim)
+        out = MatmulValue("o_proj", embed_dim, embed_dim * heads, ("attention",))
+        stream = MatmulValue("residual", embed_dim, 0, ("o_proj",))._replace(
+            **({} if normed else {"macs": out.macs, "inputs": out.inputs})
+        )
+        down = MatmulValue("down", embed_dim, mlp.last_macs(embed_dim), tuple(one.name for one in inner))
+        return (
+            *attention.matmul_values(embed_dim),
+            *([out] if normed else []),
+            stream,
+            *inner,
+            *([down] if normed else []),
+        )
 
 
 @renamed_fields(products="matmul_precision")
@@ -131,6 +151,7 @@ class DecoderConfig:
             )
         # Both raise if what they name does not fit the layers.
         policies_by_segment(self.remat, self.segments)
+        check_values(self.remat, {one.name for block in self.blocks for one in block.matmul_values(self.embed_dim)})
         residual_by_segment(self.residual, self.segments)
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
@@ -230,7 +251,7 @@ class Block(nnx.Module):
 
     def add(self, x: Float[Array, "B S D"], out: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """The residual stream after the feed-forward layer, whose output is ``out``."""
-        return row_major(x + (_normed(self.mlp_out_norm, out) if self.norms != "pre" else out))
+        return row_major(x + self._out_normed("mlp_out_norm", out, "down"))
 
     def attention_branch(
         self, x: Float[Array, "B S D"], positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
@@ -239,7 +260,7 @@ class Block(nnx.Module):
         (h,) = materialized(_normed(self.attention_norm, x)) if self.norms != "post" else (x,)
         with jax.named_scope("attention"):
             attended, ctx = self.attention(h, positions, layer, ctx)
-        return _normed(self.attention_out_norm, attended) if self.norms != "pre" else attended, ctx
+        return self._out_normed("attention_out_norm", attended, "o_proj"), ctx
 
     def mlp_branch(
         self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
@@ -247,7 +268,11 @@ class Block(nnx.Module):
         """The feed-forward layer's addition to the residual stream ``x``, and the attention context."""
         with jax.named_scope(self.scope):
             out, ctx = self.mlp(_normed(self.mlp_norm, x) if self.norms != "post" else x, layer, ctx)
-        return _normed(self.mlp_out_norm, out) if self.norms != "pre" else out, ctx
+        return self._out_normed("mlp_out_norm", out, "down"), ctx
+
+    def _out_normed(self, norm: str, out: Float[Array, "B S D"], name: str) -> Float[Array, "B S D"]:
+        """Output of a sublayer after its norm, if it has one, which gradient checkpointing can keep by a name."""
+        return out if self.norms == "pre" else _normed(getattr(self, norm), checkpoint_name(out, name))
 
 
 def _normed(norm: Norm, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

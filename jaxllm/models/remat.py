@@ -10,8 +10,9 @@ elementwise  norms, rotary embeddings and activation functions are recomputed, n
 attention    attention itself as well, from the saved queries, keys and values, but no matmul with a weight: the
              selective recomputation of arXiv:2205.05198, whose scores a flash kernel never stores
 full         the whole block is recomputed from its input (arXiv:1604.06174)
-save:VALUES  the block's input and the named values are kept, such as "save:qkv+attention": qkv, attention (its
-             results), residual (the stream before the feed-forward layer), inner (the results of gate and up)
+save:VALUES  the block's input and the named values are kept, such as "save:k+attention": the rows of ``VALUES``, or
+             ``GROUPS`` of them; "save:attention+qkv@host" moves queries, keys and values to host memory, and
+             "input@host" the block's input
 sqrt         runs of about the square root of the layers are recomputed from the input of the first, and each block in
              them from its own (arXiv:1604.06174, section 4.1): a and b inputs are kept of a b layers, at the cost of a
              second recomputation of the forward pass
@@ -27,7 +28,7 @@ compact:0.25 every intermediate value is kept except the inputs of matmuls with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -49,10 +50,27 @@ Policy = str
 """Remat policy of a layer: a ``Name``; "save" carries the values it keeps, "offload" may carry its share of tokens,
 "compact" carries its share of kept elements."""
 
-VALUES = {"qkv": RESIDUALS[:3], "attention": RESIDUALS[3:], "residual": ("residual",), "inner": ("gate", "up")}
-"""Values of a block that "save" may keep, each with its ``checkpoint_name``s."""
-MATMUL_RESULTS = tuple(name for names in VALUES.values() for name in names)
-"""``checkpoint_name``s of a block's matmul results: the values that "elementwise" keeps."""
+VALUES: dict[str, tuple[str, ...]] = {
+    "q": RESIDUALS[:1],
+    "k": RESIDUALS[1:2],
+    "v": RESIDUALS[2:3],
+    "attention": RESIDUALS[3:],
+    "residual": ("residual",),
+    "gate": ("gate",),
+    "up": ("up",),
+    **{name: (name,) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "down", "q_latent", "kv_latent", "kv_up")},
+}
+"""Values of a block that "save" may keep, each with its ``checkpoint_name``s: queries, keys and values as attention
+takes them, its results, the stream before the feed-forward layer, the results of gate and up; where norms or clipping
+read them, also projected queries, keys and values before these, and outputs of both sublayers (``o_proj``, ``down``);
+of latent attention the latents before their norms (the shared key with that of keys and values), and the keys and
+values that are projected from the latter."""
+GROUPS: dict[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "inner": ("gate", "up")}
+"""Several ``VALUES`` by one name."""
+ELEMENTWISE = ("q", "k", "v", "attention", "residual", "gate", "up")
+"""``VALUES`` that "elementwise" keeps."""
+MATMUL_RESULTS = tuple(name for value in ELEMENTWISE for name in VALUES[value])
+"""``checkpoint_name``s of the values that "elementwise" keeps."""
 BEFORE_ATTENTION = tuple(name for name in MATMUL_RESULTS if name not in RESIDUALS[3:])
 """``MATMUL_RESULTS`` without the results of attention (its output and the logsumexp of its softmax)."""
 
@@ -64,9 +82,12 @@ INPUT, PRODUCT = "block_input", "product"
 OFFLOADED = (INPUT, PRODUCT, *RESIDUALS[3:], "residual")
 
 
+HOST = "@host"
+"""Suffix of a value of "save" that is moved to host memory."""
 _LEGAL = (
-    f"give one of {', '.join(name for name in get_args(Name) if name not in ('save', 'compact'))}, save with values of "
-    f'{", ".join(VALUES)} ("save:qkv+attention"), offload with the share of tokens ("offload:0.5"), compact with the '
+    f"give one of {', '.join(name for name in get_args(Name) if name not in ('save', 'compact'))}, save with different "
+    f'values of {", ".join((*GROUPS, *VALUES))} ("save:k+attention"; "save:attention+qkv{HOST}" moves some to the '
+    f'host, "input{HOST}" the input), offload with the share of tokens ("offload:0.5"), compact with the '
     'share of elements to keep ("compact:0.25"), or several with their numbers of layers, such as "none=8,full=24".'
 )
 
@@ -95,18 +116,66 @@ def _legal(policy: Policy) -> bool:
     if not colon:
         return name in get_args(Name) and name not in ("save", "compact")
     if name == "save":
-        values = share.split("+")
-        return set(values) <= set(VALUES) and len(set(values)) == len(values)
+        places = _places(policy)
+        legal = {(value, moved) for value in VALUES for moved in (False, True)} | {("input", True)}
+        return set(places) <= legal and len({value for value, _ in places}) == len(places)
     try:
         return (name == "offload" and 0 <= float(share) <= 1) or (name == "compact" and 0 < float(share) < 1)
     except ValueError:
         return False
 
 
+def _places(policy: Policy) -> list[tuple[str, bool]]:
+    """Values of "save", without groups, each with whether it is moved to the host."""
+    found = [(text.removesuffix(HOST), text.endswith(HOST)) for text in policy.partition(":")[2].split("+")]
+    return [(value, moved) for name, moved in found for value in GROUPS.get(name, (name,))]
+
+
 def saved_values(policy: Policy) -> tuple[str, ...] | None:
-    """Names in ``VALUES`` that "save" keeps; None for other policies."""
-    name, _, values = policy.partition(":")
-    return tuple(values.split("+")) if name == "save" else None
+    """Names in ``VALUES`` that "save" keeps, on the device or on the host; None for other policies."""
+    if policy.partition(":")[0] != "save":
+        return None
+    return tuple(value for value, _ in _places(policy) if value in VALUES)
+
+
+def moved_values(policy: Policy) -> tuple[str, ...]:
+    """Names in ``VALUES`` that "save" moves to the host, and "input" if it moves the block's input."""
+    return tuple(value for value, moved in _places(policy) if moved) if policy.startswith("save:") else ()
+
+
+def save_policy(values: Iterable[str], moved: Iterable[str] = ()) -> Policy:
+    """Policy that keeps values of ``VALUES``, some of them on the host, in the shortest form; "full" if it keeps none.
+
+    Args:
+        values: kept on the device.
+        moved: kept on the host; may have "input".
+    """
+    here, there = set(values), set(moved)
+    parts: list[str] = []
+    for own, suffix in ((here, ""), (there, HOST)):
+        for name in dict.fromkeys((*GROUPS, *VALUES, "input")):
+            if (group := set(GROUPS.get(name, (name,)))) <= own:
+                parts.append(name + suffix)
+                own -= group
+    return "save:" + "+".join(parts) if parts else "full"
+
+
+def check_values(remat: str, known: Container[str]) -> None:
+    """Checks that blocks have the values that "save" names, of a group at least one.
+
+    Args:
+        remat: policies.
+        known: names of values that blocks have.
+
+    Raises:
+        RematError: no block has one.
+    """
+    for policy, _ in parse(remat):
+        for text in policy.partition(":")[2].split("+") if policy.startswith("save:") else ():
+            name = text.removesuffix(HOST)
+            if name != "input" and not any(value in known for value in GROUPS.get(name, (name,))):
+                legal = [one for one in VALUES if one in known]
+                raise RematError(f"model: remat = {remat!r}: no block has {name!r}; of this model: {', '.join(legal)}.")
 
 
 def offloaded_share(policy: Policy) -> float | None:
@@ -185,8 +254,17 @@ def checkpointed(name: Policy, body: Body) -> Any:
         kept = MATMUL_RESULTS if name == "elementwise" else BEFORE_ATTENTION
         return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
     if (values := saved_values(name)) is not None:
-        kept = [one for value in values for one in VALUES[value]]
-        return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+        moved = moved_values(name)
+        kept = [one for value in values if value not in moved for one in VALUES[value]]
+        if not moved:
+            return jax.checkpoint(body, prevent_cse=False, policy=policies.save_only_these_names(*kept))
+        away = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept,
+            names_which_can_be_offloaded=[one for value in moved for one in VALUES.get(value, (INPUT,))],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(_input_named(body) if "input" in moved else body, prevent_cse=False, policy=away)
     if (share := offloaded_share(name)) is not None:
         away = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -202,11 +280,21 @@ def checkpointed(name: Policy, body: Body) -> Any:
     return body
 
 
+def _input_named(body: Body) -> Any:
+    """``body`` with its input named."""
+
+    def named(carry: tuple[Array, Any], step: Any, *wrap: Any) -> Any:
+        return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step, *wrap)
+
+    return named
+
+
 def _named(body: Body, share: float) -> Any:
     """``body`` with its input and its matmul results named for "offload"."""
+    inner = _input_named(body)
 
     def named(carry: tuple[Array, Any], step: Any) -> Any:
-        return body((checkpoint_name(carry[0], INPUT), *carry[1:]), step, lambda weight: _NamedWeight(weight, share))
+        return inner(carry, step, lambda weight: _NamedWeight(weight, share))
 
     return named
 

@@ -9,7 +9,7 @@ compiler has measured, and the step of least predicted time is compiled; where i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import jax
 from jaxllm.models import DecoderConfig
 from jaxllm.models.remat import RematError, offloaded_share, policies_by_layer
 from jaxllm.plan.formulas.device_work import DeviceWork
-from jaxllm.plan.remat_solver import HostTier, Measure, RematSolution, StepBytes, saved_bytes, solve
+from jaxllm.plan.remat_solver import HostTier, Measure, RematSolution, StepBytes, places_bytes, solve, value_sizes
 from jaxllm.train import RunConfig
 from jaxllm.train.disk.step_bytes import shard_bytes
 from jaxllm.train.host_offload import persistent_arrays
@@ -50,7 +50,13 @@ class PersistentPlan(NamedTuple):
 
 
 def persistent_plans(
-    config: RunConfig, budget: int, solved: RematSolution, host: HostTier, mesh: MeshSpec
+    config: RunConfig,
+    budget: int,
+    solved: RematSolution,
+    host: HostTier,
+    mesh: MeshSpec,
+    widths: Mapping[str, float] | None = None,
+    placed: Sequence[str] = (),
 ) -> list[PersistentPlan]:
     """Plans of all shares that fit by the measured sizes of policies, that without persistent state first.
 
@@ -60,11 +66,12 @@ def persistent_plans(
         solved: its remat.
         host: where activations may be moved to, beside that state.
         mesh: of the run.
+        widths, placed: see ``solve``.
     """
     model = run_model(config)
     state = run_state(config, model, build_optimizer(config, model), mesh.abstract()).opt_state
     sizes = [shard_bytes(one) for one in jax.tree.leaves(state) if one.sharding.memory_kind == "pinned_host"]
-    micro, measure = DeviceWork.of(config, mesh).micro_batches, modelled(config.model, solved)
+    micro, measure = DeviceWork.of(config, mesh).micro_batches, modelled(config.model, solved, widths)
     more = max(0, solved.bytes - measure(solved.remat).device)  # of a mixed program beyond the sum of its parts
     plans: list[PersistentPlan] = []
     for share in SHARES:
@@ -75,7 +82,7 @@ def persistent_plans(
         if stays:
             there = dataclasses.replace(host, bytes=host.bytes + stays)
             try:
-                found = solve(config, budget - stays - more, measure, there)
+                found = solve(config, budget - stays - more, measure, there, widths, placed)
             except RematError:
                 break
         passes = micro * (found.flops * host.seconds_per_flop + found.chosen.exposed)
@@ -107,23 +114,29 @@ def fastest_that_fits(
     return plans[0]
 
 
-def modelled(model: DecoderConfig, solved: RematSolution) -> Measure:
-    """Bytes of a step with any remat as a sum over layers, from the policies that were measured for all of them."""
-    named, base = solved.named, solved.named["full"]
-    device = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
-    device |= saved_bytes(model, device)
-    there = {name: one.host / model.layers for name, one in named.items()}
+def modelled(model: DecoderConfig, solved: RematSolution, widths: Mapping[str, float] | None = None) -> Measure:
+    """Bytes of a step with any remat as a sum over layers, from the policies that were measured for all of them.
 
-    def part(sizes: dict[str, float], name: str) -> float:
-        share = offloaded_share(name)
-        if share is None or name in sizes:
-            return sizes.get(name, 0.0)
-        return sizes["offload:0"] + share * (sizes["offload"] - sizes["offload:0"])
+    Args:
+        model: the model.
+        solved: its remat, with the named policies.
+        widths: bytes of each value, see ``solve``.
+    """
+    named, base = solved.named, solved.named["full"]
+    sizes = {name: ((one.bytes - base.bytes) / model.layers, one.host / model.layers) for name, one in named.items()}
+    values = value_sizes(model, {name: here for name, (here, _) in sizes.items()}, widths)
+
+    def part(name: str) -> tuple[float, float]:
+        """Bytes of a layer with a policy on the device, beside what "full" saves, and on the host."""
+        if name in sizes:
+            return sizes[name]
+        if (share := offloaded_share(name)) is not None:
+            none, whole = sizes["offload:0"], sizes["offload"]
+            return none[0] + share * (whole[0] - none[0]), none[1] + share * (whole[1] - none[1])
+        return places_bytes(name, values)
 
     def measure(remat: str) -> StepBytes:
-        layers = policies_by_layer(remat, model.segments)
-        return StepBytes(
-            round(base.bytes + sum(part(device, name) for name in layers)), round(sum(part(there, n) for n in layers))
-        )
+        parts = [part(name) for name in policies_by_layer(remat, model.segments)]
+        return StepBytes(round(base.bytes + sum(here for here, _ in parts)), round(sum(there for _, there in parts)))
 
     return measure

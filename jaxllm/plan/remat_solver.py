@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.models import DecoderConfig
-from jaxllm.models.remat import VALUES, RematError
+from jaxllm.models.remat import ELEMENTWISE, VALUES, RematError, moved_values, save_policy, saved_values
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.hardware import Cluster
@@ -137,7 +137,14 @@ class RematSolution:
         return self.chosen.flops
 
 
-def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | None = None) -> RematSolution:
+def solve(
+    config: RunConfig,
+    budget: int,
+    measure: Measure,
+    host: HostTier | None = None,
+    widths: Mapping[str, float] | None = None,
+    placed: Sequence[str] = (),
+) -> RematSolution:
     """Per-layer policies that take the least time among those whose step takes at most ``budget`` bytes.
 
     Args:
@@ -145,6 +152,8 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
         budget: bytes of a device, for everything that the step takes.
         measure: compiles the step.
         host: where activations may be moved to; None: nowhere, and the least time is the least recomputation.
+        widths: bytes of each value that "save" can keep; None: in proportion to its numbers per token.
+        placed: further policies of "save" that move values, to be considered with ``host``.
 
     Raises:
         RematError: no policy for all layers fits.
@@ -173,8 +182,11 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
         raise _nothing_fits(named, budget, host)
     base = named["full"]
     sizes = {name: (one.bytes - base.bytes) / model.layers for name, one in named.items()}
-    sizes |= saved_bytes(model, sizes)
-    there_of = {name: named[name].host / model.layers if name in named else 0.0 for name in sizes}
+    values = value_sizes(model, sizes, widths)
+    sets = list(saved_bytes(model, sizes, seq_len, widths))
+    there_of = {name: one.host / model.layers for name, one in named.items()}
+    for name in sets if host is None else [*sets, *moved_policies(sets), *placed]:
+        sizes[name], there_of[name] = places_bytes(name, values)
     layer = {
         name: LayerCost(
             sizes[name],
@@ -207,30 +219,91 @@ def solve(config: RunConfig, budget: int, measure: Measure, host: HostTier | Non
     return RematSolution(remat, found[remat], named, tried)
 
 
-def saved_bytes(model: DecoderConfig, named: Mapping[str, float]) -> dict[str, float]:
-    """Bytes of a layer beside what "full" saves, for each set of values that "save" can keep and no named policy does.
+def saved_bytes(
+    model: DecoderConfig, named: Mapping[str, float], seq_len: int, widths: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Bytes of a layer beside what "full" saves, for each set of values that "save" can keep, without those than which
+    another set or a named policy keeps no more and recomputes no more.
+
+    Args:
+        model: the model.
+        named: the same of the named policies.
+        seq_len: tokens of a row.
+        widths: bytes of each value; None: in proportion to its numbers per token.
+    """
+    sizes = value_sizes(model, named, widths)
+    values = [value for value in VALUES if sizes.get(value)]
+    found = {
+        save_policy(kept): sum(map(sizes.__getitem__, kept))
+        for n in range(1, len(values) + 1)
+        for kept in itertools.combinations(values, n)
+    }
+    return _least(model, seq_len, {name: size for name, size in named.items() if name in NAMED}, found)
+
+
+def value_sizes(
+    model: DecoderConfig, named: Mapping[str, float], widths: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Bytes of a layer for each value that "save" can keep, and for "input", the block's input.
 
     The results of attention are what "elementwise" keeps and "attention" does not; the other values share what
     "attention" keeps by their widths.
 
     Args:
-        model: the model.
-        named: the same of the named policies.
+        model, named, widths: as for ``saved_bytes``.
     """
-    widths = dict.fromkeys(VALUES, 0)
+    widths = _widths(model) if widths is None else widths
+    rate = named["attention"] / sum(widths.get(value, 0) for value in ELEMENTWISE if value != "attention")
+    sizes = {value: rate * width for value, width in widths.items()}
+    return sizes | {"attention": named["elementwise"] - named["attention"]}
+
+
+def moved_policies(saved: Iterable[str]) -> list[str]:
+    """Policies that move to the host what others keep, or nothing, with and without the block's input."""
+    found: list[str] = []
+    for policy in ("full", *saved):
+        values = saved_values(policy) or ()
+        found += [save_policy((), values)] * bool(values) + [save_policy((), (*values, "input"))]
+    return found
+
+
+def places_bytes(policy: str, sizes: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes of a layer with "save" on the device, beside what "full" saves, and on the host; values that the model
+    does not have take none.
+    """
+    moved = moved_values(policy)
+    here = sum(sizes.get(value, 0.0) for value in saved_values(policy) or () if value not in moved)
+    return here - sizes["input"] * ("input" in moved), sum(sizes.get(value, 0.0) for value in moved)
+
+
+def _widths(model: DecoderConfig) -> dict[str, float]:
+    """Numbers per token of each value that "save" can keep or move, of all layers."""
+    found: dict[str, float] = {"input": float(model.embed_dim * model.layers)}
     for block in model.blocks:
-        layer, inner = block.attention, block.mlp.inner_widths(model.embed_dim)
-        widths["qkv"] += layer.heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
-        widths["residual"] += model.embed_dim
-        widths["inner"] += inner.get("gate", 0) + inner.get("up", 0)
-    del widths["attention"]
-    if not widths["inner"]:
-        del widths["inner"]  # of mixtures alone: routed experts compute theirs again whatever is kept
-    sizes = {value: named["attention"] * width / sum(widths.values()) for value, width in widths.items()}
-    sizes["attention"] = named["elementwise"] - named["attention"]
-    values = [value for value in VALUES if value in sizes]
-    sets = (kept for n in range(1, len(values)) for kept in itertools.combinations(values, n))
-    return {"save:" + "+".join(kept): sum(map(sizes.__getitem__, kept)) for kept in sets if set(kept) != set(widths)}
+        for one in block.matmul_values(model.embed_dim):
+            if one.name in VALUES:
+                found[one.name] = found.get(one.name, 0) + one.width
+    return found
+
+
+def _least(
+    model: DecoderConfig, seq_len: int, named: Mapping[str, float], sets: Mapping[str, float]
+) -> dict[str, float]:
+    """``sets`` without those than which another one, or a named policy, takes no more bytes and FLOPs."""
+
+    def costs(policy: str) -> list[float]:
+        return [recomputed_flops(policy, model, group, seq_len) for group, _ in model.segments]
+
+    names = list(sets)
+    width = 1 + len(model.segments)
+    points = np.reshape([[sets[name], *costs(name)] for name in names], (-1, width))
+    limits = np.reshape([[size, *costs(name)] for name, size in named.items()], (-1, width))
+    kept: list[int] = []
+    for i in np.lexsort(points.T[::-1]) if names else ():  # whatever takes no more in everything comes before
+        others = np.vstack([limits, points[kept]])
+        if not np.all(others <= points[i] * (1 + 1e-9), axis=1).any():
+            kept.append(int(i))
+    return {names[i]: sets[names[i]] for i in kept}
 
 
 def hidden_share(none: RematCandidate, whole: RematCandidate, host: HostTier, forward: float) -> float:

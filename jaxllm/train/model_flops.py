@@ -9,14 +9,23 @@ neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from jaxllm.models import (
     BlockConfig,
     DecoderConfig,
     compact_matmul,
 )
-from jaxllm.models.remat import Policy, compact_share, offloaded_share, policies_by_layer, saved_values
+from jaxllm.models.layers.layer import MatmulValue
+from jaxllm.models.remat import (
+    ELEMENTWISE,
+    VALUES,
+    Policy,
+    compact_share,
+    offloaded_share,
+    policies_by_layer,
+    saved_values,
+)
 
 
 def forward_flops_per_token(config: DecoderConfig, attended: Callable[[int | None], float]) -> float:
@@ -62,49 +71,54 @@ def hardware_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
 def recomputed_flops(policy: Policy, config: DecoderConfig, blocks: Sequence[BlockConfig], seq_len: int) -> float:
     """FLOPs of one token's matmuls that blocks recompute under a policy of ``model.remat``.
 
-    "none" saves all matmul results, "elementwise" all but those of routed experts and their router, "attention" those
-    of matmuls with weights alone. "full" recomputes a block's matmuls except for the last: the gradients need its
-    input, not its output. "sqrt" recomputes the whole forward pass once more. "save" recomputes what it does not keep.
-    "offload" recomputes the matmuls of the tokens that are not offloaded to the host, except for the last, and those of
-    experts (and the router's, which it really keeps of its share of the tokens). "compact" adds projections of each
-    matmul's saved input to a narrow space and back.
+    "none" saves all matmul results, and the others what ``kept_of`` says: the gradients read some values, of which
+    those that are not kept are computed again from what is kept. "full" so recomputes a block's matmuls except for the
+    last, whose output is read only by a norm. "sqrt" recomputes the whole forward pass once more. "offload" recomputes
+    the matmuls of the tokens that are not offloaded to the host, and those of experts (and the router's, which it
+    really keeps of its share of the tokens). "compact" adds projections of each matmul's saved input to a narrow space
+    and back.
     """
     if policy == "none":
         return 0.0
     total = 0.0
     for block in blocks:
-        values, unnamed = value_flops(config, block, seq_len), 2.0 * block.mlp.unnamed_macs(config.embed_dim)
-        again = sum(values.values()) + unnamed
+        values = block.matmul_values(config.embed_dim)
         if (part := compact_share(policy)) is not None:
             inputs = (*block.attention.matmul_inputs(config.embed_dim), *block.mlp.matmul_inputs(config.embed_dim))
             total += 4.0 * sum(n * inner * compact_matmul.projection_width(part, inner) for inner, n in inputs)
-        elif policy == "elementwise":
-            total += unnamed
-        elif policy == "attention":
-            total += values["attention"] + unnamed
-        elif (kept := saved_values(policy)) is not None:
-            total += again - sum(values[value] for value in kept)
         elif (share := offloaded_share(policy)) is not None:
             # The residual stream after attention is offloaded for all tokens: the output projection is not recomputed.
-            total += unnamed + (1 - share) * (values["qkv"] + values["inner"])
+            total += (1 - share) * flops_again(block, values, ("attention", "residual"), seq_len)
+            total += share * flops_again(block, values, tuple(VALUES), seq_len)
         elif policy == "sqrt":
-            total += 2 * again + 2.0 * block.mlp.last_macs(config.embed_dim)
+            # What the second recomputation leaves out, the first one computes: it needs the outputs of blocks.
+            last = 2.0 * block.mlp.last_macs(config.embed_dim) * all(one.name != "down" for one in values)
+            everything = sum(flops_of_value(block, one, seq_len) for one in values) + last
+            total += flops_again(block, values, (), seq_len) + everything
         else:
-            total += again
+            total += flops_again(block, values, kept_of(policy), seq_len)
     return total
 
 
-def value_flops(config: DecoderConfig, block: BlockConfig, seq_len: int) -> dict[str, float]:
-    """FLOPs of one token that compute each of ``jaxllm.models.remat.VALUES`` from those before it.
+def kept_of(policy: Policy) -> tuple[str, ...]:
+    """Names in ``jaxllm.models.remat.VALUES`` that "full", "attention", "elementwise" and "save" keep."""
+    if (kept := saved_values(policy)) is not None:
+        return kept
+    before = tuple(name for name in ELEMENTWISE if name != "attention")
+    return {"full": (), "attention": before, "elementwise": ELEMENTWISE}[policy]
 
-    A block's gradient needs them all, so that each is computed once more if it is not kept.
-    """
-    layer, mlp = block.attention, block.mlp
-    to_stream = 2.0 * config.embed_dim * layer.heads * layer.value_dim
-    return {
-        "qkv": 2.0 * layer.weight_macs(config.embed_dim) - to_stream,
-        "attention": 2.0 * layer.attention_macs * causal_mean(seq_len, layer.window),
-        "residual": to_stream,
-        "inner": 2.0 * (mlp.weight_macs(config.embed_dim) - mlp.last_macs(config.embed_dim))
-        - 2.0 * mlp.unnamed_macs(config.embed_dim),
-    }
+
+def flops_again(block: BlockConfig, values: Sequence[MatmulValue], kept: Container[str], seq_len: int) -> float:
+    """FLOPs of one token that a block's backward pass recomputes if it keeps these of its values."""
+    needed = {one.name for one in values if one.read and one.name not in kept}
+    total = 0.0
+    for one in reversed(values):
+        if one.name in needed:
+            needed |= {name for name in one.inputs if name not in kept}
+            total += flops_of_value(block, one, seq_len)
+    return total
+
+
+def flops_of_value(block: BlockConfig, value: MatmulValue, seq_len: int) -> float:
+    """FLOPs of one token that compute a value from its inputs."""
+    return 2.0 * (value.macs + value.pair_macs * causal_mean(seq_len, block.attention.window))

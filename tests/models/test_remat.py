@@ -25,6 +25,13 @@ CONFIG = tiny.decoder(
 )
 
 
+def traced_of(config: Any) -> Any:
+    """The program of loss and gradients of a model."""
+    batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 5, config.vocab_size, packed=False))
+    model = functional(config)
+    return jax.jit(value_and_grad(model)).trace(model.abstract(), batch).jaxpr
+
+
 @functools.cache
 def traced(remat: str, on: str = "") -> Any:
     """The program of loss and gradients."""
@@ -77,7 +84,14 @@ def test_attention_keeps_what_goes_into_it_and_not_what_comes_out():
 
 @pytest.mark.parametrize(
     ("values", "numbers"),
-    [("attention", 2 * (8 + 1)), ("qkv", (2 + 2) * 8), ("residual", 16), ("inner", 2 * 24), ("inner+attention", 66)],
+    [
+        ("attention", 2 * (8 + 1)),
+        ("qkv", (2 + 2) * 8),
+        ("residual", 16),
+        ("inner", 2 * 24),
+        ("inner+attention", 66),
+        ("k+up", 8 + 24),
+    ],
 )
 def test_save_keeps_the_values_that_it_names(values, numbers):
     """Per token of 2 x 5, besides the block's input; attention's sums of a softmax are one per head."""
@@ -87,6 +101,45 @@ def test_save_keeps_the_values_that_it_names(values, numbers):
 def test_save_of_all_values_is_elementwise():
     assert size(traced("save:qkv+attention+residual+inner")) == size(traced("elementwise"))
     assert size(traced("save:qkv+residual+inner")) == size(traced("attention"))
+
+
+def test_save_moves_values_to_the_host():
+    """Per token: attention's results and the block's input on the host, keys on the device."""
+    program = traced("save:k+attention@host+input@host")
+    away = [aval for aval in kept(program) if "host" in str(aval.memory_space).lower()]
+    assert sum(math.prod(aval.shape) for aval in away) == LAYERS * 2 * 5 * (2 * 8 + 2 + 16)
+    assert size(program) - size(traced("full")) == LAYERS * 2 * 5 * (2 * 8 + 2 + 8)
+    assert dots(program) == dots(traced("save:k+attention"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "numbers"),
+    [
+        ({"qk_norm": "head"}, "q_proj", 16),
+        ({"norms": "post"}, "o_proj", 16),
+        ({"norms": "sandwich"}, "down", 16),
+        ({"latent": 6}, "kv_latent", 6 + 8),
+        ({"latent": 6}, "kv_up", 2 * (8 + 8)),
+    ],
+)
+def test_save_keeps_values_that_some_blocks_have(kind, value, numbers):
+    """Per token of 2 x 5; other blocks refuse them by name."""
+    model = tiny.decoder(
+        dtype="float32", heads=2, kv_heads=1, head_dim=8, embed_dim=16, mlp=24, vocab_size=10, layers=LAYERS,
+        remat=f"save:{value}", **kind,
+    )  # fmt: skip
+    full = size(traced_of(dataclasses.replace(model, remat="full")))
+    assert size(traced_of(model)) - full == LAYERS * 2 * 5 * numbers
+    with pytest.raises(remat.RematError, match=f"no block has {value!r}; of this model: q, k, v, attention, residual"):
+        dataclasses.replace(CONFIG, remat=f"save:{value}")
+
+
+def test_policies_of_values_are_written_shortly():
+    assert remat.save_policy(["k", "v", "q", "attention"]) == "save:qkv+attention"
+    assert remat.save_policy(["up"], ["gate", "input"]) == "save:up+gate@host+input@host"
+    assert remat.save_policy([], []) == "full"
+    assert remat.saved_values("save:qkv+attention@host") == ("q", "k", "v", "attention")
+    assert remat.moved_values("save:up+inner@host+input@host") == ("gate", "up", "input")
 
 
 def test_square_root_keeps_the_inputs_of_runs():
@@ -137,9 +190,11 @@ def test_layers_can_have_policies_of_their_own():
         ("some", "give one of none, elementwise, attention, full, sqrt, offload"),
         ("offload:2", "with the share of tokens"),
         ("full:0.5", "with the share of tokens"),
-        ("save", "save with values of qkv, attention, residual, inner"),
-        ("save:gate", "save with values of"),
-        ("save:qkv+qkv", "save with values of"),
+        ("save", "save with different values of qkv, inner, q, k, v, attention, residual, gate, up, q_proj"),
+        ("save:gates", "save with different values of"),
+        ("save:qkv+qkv", "save with different values of"),
+        ("save:qkv+k@host", "save with different values of"),
+        ("save:input", '"input@host" the input'),
         ("full=0,none", "give one of"),
         ("full,none=2", "only the last value may omit"),
         ("full=4", "covers 4 layers, but the model has 8"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxllm import cli
+from jaxllm.parallel.pipeline.offload_simulation import simulate_offload
 from jaxllm.parallel.pipeline.schedule import OpCosts, PipelineOp, ScheduleError, check
 from jaxllm.parallel.pipeline.schedule_generators import NAMES, VEES, make, peak_of_vee
 from jaxllm.parallel.pipeline.schedule_view import draw, text
@@ -147,3 +150,63 @@ def test_the_picture(tmp_path):
     file = tmp_path / "schedule.png"
     draw(make("v_half", 4, 6), file)
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@settings(max_examples=15)
+@given(sizes(), st.floats(0, 1), st.floats(0.2, 1))
+def test_offload_keeps_its_room_where_any_does(sizes, copy, part):
+    """Peaks of stages without offload are the schedule's; with it none is larger, and selective offload keeps its room
+    wherever full offload does.
+    """
+    schedule = make(*sizes)
+    plan = simulate_offload(schedule, copy, part * schedule.peak)
+    assert tuple(one.peak for one in plan.none) == schedule.peaks
+    for none, half, some, full in zip(plan.none, plan.half, plan.selective, plan.full, strict=True):
+        assert max(half.peak, some.peak, full.peak) <= none.peak
+        assert some.peak <= max(plan.room, full.peak) + 1e-9
+        assert some.moved == frozenset() or none.peak > plan.room
+        assert none.share == 0 <= some.share <= 1
+
+
+@pytest.mark.parametrize(("copy", "room"), [(0.0, 2), (0.5, 2), (0.9, 2), (0.5, 3)])
+def test_offload_of_1f1b_is_of_the_first_stages_and_as_little_as_possible(copy, room):
+    """Of six stages each holds one micro-batch fewer than the one before; every set of activations is tried."""
+    stages, micro = 6, 7
+    schedule = make("1f1b", stages, micro)
+    plan = simulate_offload(schedule, copy, room)
+    shares = [one.share for one in plan.selective]
+    assert [one.peak for one in plan.none] == [6, 5, 4, 3, 2, 1]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-room:] == [0.0] * room
+    for stage, row in enumerate(schedule.timeline()):
+        times = {one.op: one for one in row}
+        lives = {op: (one.start, one.end, times[op._replace(kind="B")]) for op, one in times.items() if op.kind == "F"}
+
+        def held(away: frozenset[PipelineOp], lives=lives) -> int:
+            """Activations at the fullest time, with copies behind F and before B one after the other."""
+            spans, free = [(start, use.end) for start, _, use in lives.values()], 0.0
+            if away:
+                out = {}
+                for op in sorted(away, key=lambda op: lives[op][1]):
+                    free = out[op] = max(free, lives[op][1]) + copy
+                back, free = {}, float("inf")
+                for op in sorted(away, key=lambda op: -lives[op][2].start):
+                    free = back[op] = min(free, lives[op][2].start) - copy
+                if any(back[op] < out[op] for op in away):
+                    return micro + 1
+                spans = [(start, out[op] if op in away else use.end) for op, (start, _, use) in lives.items()]
+                spans += [(back[op], lives[op][2].end) for op in away]
+            return max(sum(a <= t < b for a, b in spans) for t, _ in spans)
+
+        sets = [frozenset(some) for n in range(micro + 1) for some in itertools.combinations(lives, n)]
+        fewest = min((len(some) for some in sets if held(some) <= room), default=None)
+        own = plan.selective[stage]
+        assert held(own.moved) == own.peak
+        assert fewest is None or len(own.moved) == fewest
+
+
+def test_offload_is_printed(capsys):
+    assert cli.main(["pipeline", "1f1b", "--stages", "4", "--offload", "0.5", "--room", "2"]) == 0
+    assert "stage  none  half  at most 2  full  of them offloaded" in capsys.readouterr().out
+    assert cli.main(["pipeline", "1f1b", "--room", "2"]) == 2
+    assert "give --offload TIME too" in capsys.readouterr().err

@@ -18,9 +18,11 @@ from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from sharding import MeshSpec
 from tests import tiny
-from tests.plan.test_host_tier import DEVICE, HOST
+from tests.plan.test_host_tier import HOST
+from tests.plan.test_recompute import KEPT
 
 LAYERS = 4
+DEVICE = {"offload:0": -20, "offload": -20} | KEPT
 MESH = MeshSpec.parse("fsdp=4")
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from jaxllm.data import DataConfig
-from jaxllm.models.remat import RematError, policies_by_layer
+from jaxllm.models.remat import RematError, policies_by_layer, save_policy, saved_values
 from jaxllm.plan.remat_solver import LOOPS, NAMED, LayerCost, StepBytes, format_policies, solve, solve_policies
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import recomputed_flops, train_flops_per_token
@@ -15,21 +16,24 @@ from tests import tiny
 
 KEPT = {"full": 0, "attention": 70, "elementwise": 90, "none": 200}
 BASE = 1000
-VALUE = {"qkv": 70 * 64 / 144, "attention": 20.0, "residual": 70 * 16 / 144, "inner": 70 * 64 / 144}
-"""Bytes of a layer's values: those that "attention" keeps have 8 (4 + 2 2), 16 and 2 32 numbers per token."""
-SETS = {"save:" + "+".join(kept): sum(map(VALUE.__getitem__, kept)) for n in (1, 2, 3)
-        for kept in itertools.combinations(VALUE, n) if kept != ("qkv", "residual", "inner")}  # fmt: skip
-ALL = KEPT | SETS
+NUMBERS = {"q": 32, "k": 16, "v": 16, "residual": 16, "gate": 32, "up": 32}
+"""Per token, of what "attention" keeps: heads are 4 and 2 of 8, the stream has 16 numbers, the inner layer 32."""
+SINGLE = {name: 70 * n / 144 for name, n in NUMBERS.items()} | {"attention": 20.0}
 
 
 def config(layers: int, **fields) -> RunConfig:
     return RunConfig(model=tiny.decoder(layers=layers, **fields), data=DataConfig(seq_len=64))
 
 
+def bytes_of_layer(policy: str) -> float:
+    kept = saved_values(policy)
+    return KEPT[policy] if kept is None else sum(SINGLE[name] for name in kept)
+
+
 def bytes_of(run: RunConfig, remat: str, bend: float = 1.0, mixed: int = 0) -> int:
     """A program's bytes: a sum over layers, which a program may bend, and something for loops of several kinds."""
     layers = policies_by_layer(remat, run.model.segments)
-    total = sum(ALL[name] for name in layers)
+    total = sum(bytes_of_layer(name) for name in layers)
     return round(BASE + total**bend + (mixed if len(set(layers)) > 1 else 0))
 
 
@@ -55,16 +59,28 @@ def test_nothing_fits_into_less_than_nothing():
     assert solve_policies(run.model, {name: LayerCost(KEPT[name], 0, [0.0]) for name in NAMED}, -1) is None
 
 
+def candidates(run: RunConfig) -> dict[str, tuple[float, float]]:
+    """Bytes and FLOPs again of every policy of a layer but those than which another one has less of both."""
+    sets = [save_policy(kept) for n in range(1, 8) for kept in itertools.combinations(SINGLE, n)]
+    costs = {
+        name: (bytes_of_layer(name), recomputed_flops(name, run.model, run.model.pattern, 64))
+        for name in (*KEPT, *sets)
+    }
+    return {
+        name: own
+        for name, own in costs.items()
+        if not any(other != own and other[0] <= own[0] and other[1] <= own[1] for other in costs.values())
+    }
+
+
 def least(run: RunConfig, budget: int, bend: float, mixed: int) -> float:
     """FLOPs of the cheapest of all assignments of at most three policies that fit."""
     layers, found = run.model.layers, float("inf")
-    again = {name: recomputed_flops(name, run.model, run.model.pattern, 64) for name in ALL}
-    ways = [counts for counts in itertools.product(range(layers + 1), repeat=LOOPS) if sum(counts) == layers]
-    for names in itertools.combinations(ALL, LOOPS):
-        for counts in ways:
-            total = sum(ALL[name] * n for name, n in zip(names, counts, strict=True))
-            if round(BASE + total**bend + (mixed if max(counts) < layers else 0)) <= budget:
-                found = min(found, sum(again[name] * n for name, n in zip(names, counts, strict=True)))
+    ways = np.array([way for way in itertools.product(range(layers + 1), repeat=LOOPS) if sum(way) == layers])
+    for some in itertools.combinations(candidates(run).values(), LOOPS):
+        sizes, again = (ways @ np.array(some)).T
+        fits = np.round(BASE + sizes**bend + mixed * (ways.max(axis=1) < layers)) <= budget
+        found = min(found, again[fits].min(initial=np.inf))
     return train_flops_per_token(run.model, 64) + found
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig, Segments, functional
+from jaxllm.models.remat import VALUES
 from jaxllm.train.model_flops import (
     causal_mean,
     forward_flops_per_token,
@@ -96,16 +97,29 @@ def test_what_is_done_again_by_hand():
     assert hardware_flops_per_token(dataclasses.replace(config, remat="full"), 13) == model + 2 * 2 * again
 
 
-@pytest.mark.parametrize("moe", [None, (4, 2, 32, True), (4, 2, 32, True, 24)])
-def test_a_gradient_does_again_what_is_counted(moe):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"moe": (4, 2, 32, True)},
+        {"moe": (4, 2, 32, True, 24)},
+        {"norms": "sandwich", "qk_norm": "all"},
+        {"norms": "post", "gated": False},
+        {"latent": 24},
+    ],
+    ids=str,
+)
+def test_a_gradient_does_again_what_is_counted(kind):
     """Matmuls in the gradient of a scanned layer, with full recomputation, less those without any.
 
-    A dense layer, a mixture, whose 4 x 2 x 2 rows fill their buffers, and one with a shared expert.
+    A dense layer, a mixture, whose 4 x 2 x 2 rows fill their buffers, one with a shared expert; norms of queries, keys
+    and outputs, whose gradients read what a matmul computed; latent attention.
     """
+    moe = kind.get("moe")
     embed, mlp, rows, seq_len = 64, 160, 4, 2
     config = tiny.decoder(
         dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=4, vocab_size=32, unroll=1,
-        moe=moe,
+        **kind,
     )  # fmt: skip
 
     def counted(remat: str) -> int:
@@ -127,12 +141,15 @@ def test_a_gradient_does_again_what_is_counted(moe):
         """FLOPs of a layer and token, without the savings of attention's mask."""
         again = dataclasses.replace(config, remat=remat)
         added = hardware_flops_per_token(again, seq_len) - train_flops_per_token(again, seq_len)
-        attended = 2 * 2 * 4 * 16 * causal_mean(seq_len, None) * (2 if remat == "sqrt" else 1)  # of both products
+        attended = 2 * config.pattern[0].attention.attention_macs * causal_mean(seq_len, None)
+        attended *= 2 if remat == "sqrt" else 1
         return added / config.layers - attended + attended / causal_mean(seq_len, None) * seq_len
 
-    for remat in ("attention", "full", "sqrt", "save:inner", "save:qkv+residual"):  # none of them keeps attention's
+    named = [one.name for one in config.pattern[0].matmul_values(embed) if one.name in VALUES]
+    inner = "inner" if "up" in named else "residual"  # a mixture alone has none
+    for remat in ("attention", "full", "sqrt", f"save:{inner}", "save:v+q"):  # none of them keeps attention's
         assert counted(remat) - counted("none") == rows * seq_len * ours(remat)
-    sets = ("attention", "attention+residual", "qkv+attention", "inner+attention")
+    sets = ("attention", "attention+residual", f"{inner}+attention", "k+attention", "+".join(named))
     for policy in ("elementwise", *(f"save:{values}" for values in sets)):
         kept = dataclasses.replace(config, remat=policy)
         more = hardware_flops_per_token(kept, seq_len) - train_flops_per_token(kept, seq_len)

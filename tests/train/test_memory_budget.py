@@ -34,7 +34,7 @@ def measured(monkeypatch):
     """Steps whose bytes are a sum over layers, in MiB, instead of compiled ones."""
 
     def memory(run: RunConfig) -> tuple[int, int]:
-        kept = KEPT | saved_bytes(run.model, KEPT)
+        kept = KEPT | saved_bytes(run.model, KEPT, run.data.seq_len)
         return int(
             (BASE + sum(kept[name] for name in policies_by_layer(run.model.remat, run.model.segments))) * 2**20
         ), 0
@@ -90,7 +90,7 @@ def test_the_run_that_is_trained_fits(measured, monkeypatch, capsys):
     def flops(remat: str) -> float:
         return hardware_flops_per_token(dataclasses.replace(model, remat=remat), seq_len)
 
-    kept = KEPT | saved_bytes(model, KEPT)
+    kept = KEPT | saved_bytes(model, KEPT, seq_len)
     ways = (way for way in itertools.combinations_with_replacement(kept, model.layers) if len(set(way)) <= LOOPS)
     fitting = [",".join(f"{name}=1" for name in way) for way in ways if sum(map(kept.get, way)) <= 150 - BASE]
     assert sum(kept[name] for name in policies_by_layer(model.remat, model.segments)) <= 150 - BASE

@@ -15,11 +15,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.attention_context import AttentionContext, AttentionParams, LayerIndex
-from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, unusual
+from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, MatmulValue, unusual
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation, turn
 from jaxllm.models.linear import linear, project_many
@@ -137,6 +138,33 @@ class AttentionConfig(AttentionLayer):
         """Inputs of the q, k, v and output projections."""
         return (embed_dim, 3), (self.heads * self.value_dim, 1)
 
+    @property
+    def named_projections(self) -> tuple[str, ...]:
+        """Projections whose results the gradient reads beside what attention takes: inputs of norms and of clipping."""
+        if self.clip is not None:
+            return ("q", "k", "v")
+        return ("q", "k") if self.qk_norm != "none" else ()
+
+    def matmul_values(self, embed_dim: int) -> tuple[MatmulValue, ...]:
+        """Queries, keys and values, where something reads them also before norms and clipping, and attention."""
+        widths = {
+            "q": self.heads * self.key_dim,
+            "k": self.kv_heads * self.key_dim,
+            "v": self.kv_heads * self.value_dim,
+        }
+        before = [
+            MatmulValue(f"{name}_proj", widths[name], embed_dim * widths[name], ()) for name in self.named_projections
+        ]
+        made = {one.name for one in before}
+        into = [
+            MatmulValue(name, width, 0, (f"{name}_proj",))
+            if f"{name}_proj" in made
+            else MatmulValue(name, width, embed_dim * width, ())
+            for name, width in widths.items()
+        ]
+        result = self.heads * (self.value_dim + 1)
+        return (*before, *into, MatmulValue("attention", result, 0, ("q", "k", "v"), pair_macs=self.attention_macs))
+
     def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
         """Features whose collectives have no formula."""
         features = {
@@ -207,6 +235,11 @@ class Attention(nnx.Module):
             q, k, v = (heads_first(y) for y in (q, k, v))
         if config.bias != "none":
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
+        if (named := config.named_projections) and trains:
+            q, k, v = (
+                checkpoint_name(y, f"{name}_proj") if name in named else y
+                for name, y in zip(("q", "k", "v"), (q, k, v), strict=True)
+            )
         if config.qk_norm != "none":
             with jax.named_scope("qk_norm"):
                 q, k = self.q_norm(q), self.k_norm(k)

@@ -10,7 +10,7 @@ Legend: B batch, S sequence, D embed.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -21,6 +21,26 @@ from jaxllm.models.layers.norm import NormKind
 
 MatmulInput = tuple[int, int]
 """(width of an input, number of matmuls with weights that share it)."""
+
+
+class MatmulValue(NamedTuple):
+    """Value of a block that matmuls compute, for one token: what it costs to keep and to recompute.
+
+    Attributes:
+        name: one of ``jaxllm.models.remat.VALUES`` if it can be kept; another name if all recomputation repeats it.
+        width: numbers that it takes.
+        macs: multiply-adds with weights that compute it from ``inputs``; 0 where elementwise operations do.
+        inputs: names of the values that it is computed from; the block's input and parameters are always there.
+        read: whether the backward pass reads the value, and not only what is computed from it.
+        pair_macs: multiply-adds for each attended token.
+    """
+
+    name: str
+    width: int
+    macs: int
+    inputs: tuple[str, ...]
+    read: bool = True
+    pair_macs: int = 0
 
 
 class AttentionLayer:
@@ -96,6 +116,10 @@ class AttentionLayer:
         """Inputs of the matmuls with weights."""
         raise NotImplementedError
 
+    def matmul_values(self, embed_dim: int) -> tuple[MatmulValue, ...]:
+        """Values that matmuls compute in training, in order; the last is "attention", its result."""
+        raise NotImplementedError
+
     def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
         """Features whose collectives have no formula, over so many shards of tensors and of kv heads."""
         return [type(self).__name__]
@@ -159,6 +183,17 @@ class FeedForwardLayer:
     def matmul_inputs(self, embed_dim: int) -> tuple[MatmulInput, ...]:
         """Inputs of the matmuls with weights, except for those of routed experts."""
         raise NotImplementedError
+
+    def matmul_values(self, embed_dim: int) -> tuple[MatmulValue, ...]:
+        """Values that matmuls compute in training, in order: results of gate and up, and what has no name."""
+        widths = {name: width for name in ("gate", "up") if (width := self.inner_widths(embed_dim).get(name, 0))}
+        unnamed = self.unnamed_macs(embed_dim)
+        macs = self.weight_macs(embed_dim) - self.last_macs(embed_dim) - unnamed
+        values = [
+            MatmulValue(name, width, macs * width // sum(widths.values()), ("residual",))
+            for name, width in widths.items()
+        ]
+        return (*values, *([MatmulValue("experts", 0, unnamed, ("residual",))] if unnamed else []))
 
     def inner_widths(self, embed_dim: int) -> dict[str, int]:
         """Widths of the inner activations of a token: "gate" and "up" of a dense layer, "expert" rows of a mixture."""

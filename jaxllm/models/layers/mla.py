@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
 from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVCacheContext, KVSpec, LayerIndex
-from jaxllm.models.layers.layer import AttentionLayer, MatmulInput
+from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, MatmulValue
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation, turn
 from jaxllm.models.linear import Weight, linear, multiply_heads, project
@@ -122,6 +123,29 @@ class MLAConfig(AttentionLayer):
         queries = () if self.q_latent is None else ((self.q_latent, 1),)
         return (embed_dim, 2), *queries, (self.latent, 1), (self.heads * self.value_dim, 1)
 
+    def matmul_values(self, embed_dim: int) -> tuple[MatmulValue, ...]:
+        """Latents before their norms, what they are projected to, in the expanded form, and attention."""
+        keys, both = self.heads * self.key_dim, self.heads * (self.nope_dim + self.value_dim)
+        latent = self.latent + self.rope_dim
+        queries = (
+            [MatmulValue("q", keys, embed_dim * keys, ())]
+            if self.q_latent is None
+            else [
+                MatmulValue("q_latent", self.q_latent, embed_dim * self.q_latent, ()),
+                MatmulValue("q", keys, self.q_latent * keys, ("q_latent",)),
+            ]
+        )
+        return (
+            *queries,
+            MatmulValue("kv_latent", latent, embed_dim * latent, ()),
+            MatmulValue("kv_up", both, self.latent * both, ("kv_latent",), read=False),
+            MatmulValue("k", keys, 0, ("kv_up", "kv_latent")),
+            MatmulValue("v", self.heads * self.value_dim, 0, ("kv_up",)),
+            MatmulValue(
+                "attention", self.heads * (self.value_dim + 1), 0, ("q", "k", "v"), pair_macs=self.attention_macs
+            ),
+        )
+
     def without_traffic_formula(self, tensor: int, kv_shards: int) -> list[str]:
         """Features whose collectives have no formula."""
         return ["latent attention"]
@@ -200,12 +224,12 @@ class MultiHeadLatentAttention(nnx.Module):
         """Queries of all heads, not rotated yet."""
         if self.config.q_latent is None:
             return self.q(x, HEADS)
-        down = self.q_down(x, LATENT, self.q_bias if self.config.bias else None)
+        down = checkpoint_name(self.q_down(x, LATENT, self.q_bias if self.config.bias else None), "q_latent")
         return self.q_up(self.q_norm(down), HEADS)
 
     def _latent(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S C"], Float[Array, "B S 1 R"]]:
         """Latent of keys and values, and the key that all heads share, not rotated yet."""
-        down = self.kv_down(x, LATENT, self.kv_bias if self.config.bias else None)
+        down = checkpoint_name(self.kv_down(x, LATENT, self.kv_bias if self.config.bias else None), "kv_latent")
         return self.kv_norm(down[..., : self.config.latent]), down[..., None, self.config.latent :]
 
     def _attend(
@@ -251,7 +275,7 @@ class MultiHeadLatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S N V"], AttentionContext]:
         """Multi-head attention over keys and values that are projected up from the latent."""
         with jax.named_scope("kv_up_proj"):
-            both = project(latent, up, HEADS)
+            both = checkpoint_name(project(latent, up, HEADS), "kv_up")
         keys, values = both[..., : self.config.nope_dim], both[..., self.config.nope_dim :]
         shared = sharding.constrain(jnp.broadcast_to(key, (*keys.shape[:3], key.shape[-1])), *HEADS)
         q, k = jnp.concatenate([plain, turned], axis=-1), jnp.concatenate([keys, shared], axis=-1)

@@ -2,8 +2,8 @@
 
 The step is traced with ``model.remat`` "none" on an abstract mesh: nothing is compiled and no device is needed. The
 body of the forward loop over layers is the block's forward pass, and what the loop stacks is what the backward pass
-reads. So ``kept_values`` finds, for the bytes that a policy of ``model.remat`` keeps, the least recomputation by any
-set of values of the block, named or not.
+reads. So ``kept_values`` finds, for the bytes that a policy of ``model.remat`` keeps, the set of named values of the
+block with the least recomputation, which is a policy too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 import sharding
-from jaxllm.models.remat import BEFORE_ATTENTION, MATMUL_RESULTS, VALUES, Policy, saved_values
+from jaxllm.models.remat import BEFORE_ATTENTION, MATMUL_RESULTS, VALUES, Policy, save_policy, saved_values
 from jaxllm.plan.graphs.jaxpr_graph import TracedGraph, graph_of, inner_jaxprs, scan_counts
 from jaxllm.plan.graphs.kept_values import KeptValues, keep, recompute
 from jaxllm.plan.graphs.value_graph import Operation, ValueGraph
@@ -37,11 +37,13 @@ class BlockGraph(NamedTuple):
         traced: its forward pass; values that depend on parameters alone are arguments.
         needed: values that its backward pass reads.
         repeats: how often it repeats.
+        stream: bytes of its input.
     """
 
     traced: TracedGraph
     needed: frozenset[int]
     repeats: int
+    stream: int
 
     def kept_by(self, policy: Policy) -> KeptValues | None:
         """Values that a policy keeps, and operations that it runs again; None for a policy whose values are not kept
@@ -55,20 +57,37 @@ class BlockGraph(NamedTuple):
         kept = [i for i, own in enumerate(self.traced.names) if own & set(names) and self._computed(i)]
         return recompute(self.traced.graph, self.needed, kept)
 
-    def best(self, room: int) -> KeptValues:
-        """Values in so many bytes with which the least is computed again."""
-        return keep(self.traced.graph, self.needed, room, seconds=SECONDS)
+    def values(self) -> dict[str, tuple[int, ...]]:
+        """Operations of each of ``jaxllm.models.remat.VALUES`` that the block has; of a group those of all blocks."""
+        found = {
+            value: tuple(i for i, own in enumerate(self.traced.names) if own & set(names) and self._computed(i))
+            for value, names in VALUES.items()
+        }
+        return {value: operations for value, operations in found.items() if operations}
 
-    def describe(self, values: Sequence[int]) -> str:
-        """Names of values: those of ``checkpoint_name``, else their primitives."""
-        found: dict[str, int] = {}
-        for i in values:
-            name = "+".join(sorted(self.traced.names[i])) or self.traced.graph.operations[i].name
-            found[name] = found.get(name, 0) + 1
-        return ", ".join(name if n == 1 else f"{n} {name}" for name, n in found.items()) or "nothing"
+    def bytes_of(self, value: str) -> int:
+        """Bytes of one of ``jaxllm.models.remat.VALUES``; 0 if the block has none."""
+        return sum(self.traced.graph.operations[i].bytes for i in self.values().get(value, ()))
+
+    def best(self, room: int) -> Policy:
+        """Policy that keeps at most so many bytes of named values, with which the least is computed again."""
+        values = self.values()
+        found = keep(self.traced.graph, self.needed, room, together=list(values.values()), seconds=SECONDS)
+        return save_policy(value for value, own in values.items() if set(own) & set(found.kept))
+
+    def best_of_any(self, room: int) -> KeptValues:
+        """Values in so many bytes, named or not, with which the least is computed again."""
+        return keep(self.traced.graph, self.needed, room, seconds=SECONDS)
 
     def _computed(self, i: int) -> bool:
         return not self.traced.graph.operations[i].given
+
+
+def value_bytes(blocks: Sequence[BlockGraph]) -> dict[str, float]:
+    """Bytes of each value that "save" can keep or move, of all layers; of "input" once for each group of blocks."""
+    found = {value: float(sum(block.repeats * block.bytes_of(value) for block in blocks)) for value in VALUES}
+    found["input"] = float(sum(block.repeats * block.stream for block in blocks))
+    return {value: size for value, size in found.items() if size}
 
 
 def names_kept(policy: Policy) -> tuple[str, ...] | None:
@@ -84,11 +103,14 @@ def names_kept(policy: Policy) -> tuple[str, ...] | None:
 
 
 def block_graphs(config: RunConfig, mesh: MeshSpec) -> list[BlockGraph]:
-    """Graphs of the blocks of a run's segments, for one device of a mesh and one micro-batch.
+    """Graphs of the blocks of a run's segments, for one device of a mesh and one micro-batch; none for a pipeline, and
+    for a model whose segments are not traced as loops over layers.
 
     Raises:
         ShardingError, ConfigError: the run does not fit the mesh (``jaxllm.train.run``).
     """
+    if dict(mesh.axes).get("stage", 1) > 1:
+        return []
     run = step_settings(config)
     run = dataclasses.replace(run, model=dataclasses.replace(run.model, remat="none"))
     model, abstract = run_model(run), mesh.abstract()
@@ -97,7 +119,7 @@ def block_graphs(config: RunConfig, mesh: MeshSpec) -> list[BlockGraph]:
         batch = abstract_batch(run, model, abstract)
         jaxpr = jax.make_jaxpr(build_value_and_grad(run, model, abstract))(params, batch)
     loops = _layer_loops(jaxpr.jaxpr)[: len(run.model.segments)]
-    return [_block(one) for one in loops]
+    return [_block(one) for one in loops] if len(loops) == len(run.model.segments) else []
 
 
 def _layer_loops(jaxpr: Any) -> list[Any]:
@@ -129,7 +151,9 @@ def _block(loop: Any) -> BlockGraph:
     needed = frozenset(computed)
     for i in _within_attention(traced) - needed:
         operations[i] = dataclasses.replace(operations[i], bytes=0)
-    return BlockGraph(dataclasses.replace(traced, graph=ValueGraph(tuple(operations))), needed, loop.params["length"])
+    stream = max(traced.graph.operations[i].bytes for i in streams)
+    traced = dataclasses.replace(traced, graph=ValueGraph(tuple(operations)))
+    return BlockGraph(traced, needed, loop.params["length"], stream)
 
 
 def _within_attention(traced: TracedGraph) -> set[int]:

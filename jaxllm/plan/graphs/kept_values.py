@@ -9,7 +9,7 @@ agree on random graphs (``make proof plan ONLY=kept_values_are_retention_interva
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxllm.plan.graphs.integer_program import IntegerProgram
@@ -32,7 +32,14 @@ class KeptValues(NamedTuple):
     time: float
 
 
-def keep(graph: ValueGraph, needed: Collection[int], room: int, *, seconds: float | None = None) -> KeptValues:
+def keep(
+    graph: ValueGraph,
+    needed: Collection[int],
+    room: int,
+    *,
+    together: Sequence[Collection[int]] | None = None,
+    seconds: float | None = None,
+) -> KeptValues:
     """Values to retain in ``room`` bytes so that those behind the gap take the least time; of equal times the fewest
     bytes.
 
@@ -40,6 +47,8 @@ def keep(graph: ValueGraph, needed: Collection[int], room: int, *, seconds: floa
         graph: operations before the gap. Arguments are always there.
         needed: values that are read behind it.
         room: bytes for retained values.
+        together: sets of values, each retained as a whole or not at all; values in none of them are not retained.
+            None: any value may be retained.
         seconds: after which the best choice so far is taken.
 
     Raises:
@@ -55,13 +64,20 @@ def keep(graph: ValueGraph, needed: Collection[int], room: int, *, seconds: floa
     # Bytes decide between equal times: all of them together cost less than the shortest operation.
     least = min((operations[i].time for i in reach if operations[i].time), default=1.0)
     # What has no bytes is a run with several results, which are kept in its place.
-    kept = {i: program.variable(least / 8 * operations[i].bytes / total) for i in reach if operations[i].bytes}
+    sets = [{i} for i in reach] if together is None else [set(one) & set(reach) for one in together]
+    kept: dict[int, int] = {}
+    for one in sets:
+        if size := sum(operations[i].bytes for i in one):
+            kept |= dict.fromkeys((i for i in one if operations[i].bytes), program.variable(least / 8 * size / total))
     again = {i: program.variable(operations[i].time) for i in reach}
 
     def there(i: int) -> dict[int, float]:
         return {again[i]: 1.0} | ({kept[i]: 1.0} if i in kept else {})
 
-    program.row({x: operations[i].bytes / unit for i, x in kept.items()}, high=room / unit)
+    sizes: dict[int, float] = {}
+    for i, x in kept.items():
+        sizes[x] = sizes.get(x, 0.0) + operations[i].bytes / unit
+    program.row(sizes, high=room / unit)
     for i in reach:
         if i in needed:
             program.row(there(i), 1.0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from hypothesis import strategies as st
 
-from jaxllm.models.remat import VALUES
+from jaxllm.models.remat import VALUES, save_policy
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.outer.config import OuterConfig
@@ -51,6 +52,20 @@ class DrawnPlan(NamedTuple):
         return run_of(self.mesh, OuterConfig(), model=model, accumulate=self.accumulate, parallel=parallel)
 
 
+def placed(family: str) -> st.SearchStrategy[str]:
+    """Policies that keep some of a family's values on the device, and some on the host."""
+    block = tiny.decoder(**FAMILIES[family]).pattern[0]
+    own = [one.name for one in block.matmul_values(16) if one.name in VALUES]
+
+    def policy(places: Sequence[str]) -> str:
+        named = list(zip([*own, "input"], places, strict=True))
+        here = [name for name, place in named if place == "device" and name != "input"]
+        return save_policy(here, [name for name, place in named if place == "host"])
+
+    place = st.sampled_from(("device", "again", "again", "host"))
+    return st.lists(place, min_size=len(own) + 1, max_size=len(own) + 1).map(policy)
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> DrawnPlan:
     """A plan that the table of combinations allows."""
@@ -58,8 +73,7 @@ def plans(draw: st.DrawFn) -> DrawnPlan:
     meshes = [mesh for mesh in MESHES if ("expert" not in mesh or family == "mixture")]
     mesh = draw(st.sampled_from([mesh for mesh in meshes if family != "latent" or "context" not in mesh]))
     staged = "stage" in mesh
-    kept = st.lists(st.sampled_from(sorted(VALUES)), min_size=1, max_size=4, unique=True).map("+".join)
-    one = st.sampled_from(POLICIES + MOVED) | kept.map("save:{}".format)
+    one = st.sampled_from(POLICIES + MOVED) | placed(family)
     count = draw(st.integers(1, 3))
     if staged:  # the layers of all stages run one program
         remat = draw(st.sampled_from(OF_STAGES))

@@ -42,7 +42,13 @@ SHAPES = tuple(
 DECODES = tuple(shape for shape in SHAPES if shape.decode)
 
 
-@proof("simulation", cases=SHAPES, sample=1, quick=(SHAPES[10],), bound={"flops": 1e-9, "one_row": 5e-3, "weights": 1e-6})
+@proof(
+    "simulation",
+    cases=SHAPES,
+    sample=1,
+    quick=(SHAPES[10],),
+    bound={"flops": 1e-9, "one_row": 5e-3, "weights": 1e-6},
+)
 def steps_are_the_compiled_programs(shape: Shape) -> dict[str, float]:
     """Layers of 8B at their real widths, with embedding and head: matmul FLOPs, and bytes of weights.
 

@@ -8,7 +8,8 @@ from typing import Annotated
 import tyro
 
 from jaxllm.cli.command_parser import parse_command
-from jaxllm.parallel.pipeline.schedule import OpCosts, ScheduleError
+from jaxllm.parallel.pipeline.offload_simulation import offload_table, simulate_offload
+from jaxllm.parallel.pipeline.schedule import OpCosts, Schedule, ScheduleError
 from jaxllm.parallel.pipeline.schedule_generators import NAMES, make
 from jaxllm.parallel.pipeline.schedule_view import draw, facts, text
 
@@ -23,6 +24,8 @@ def pipeline(argv: list[str]) -> int:
         micro_batches: int = 8,
         chunks: int = 0,
         costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        offload: float | None = None,
+        room: float | None = None,
         png: Path | None = None,
         width: int = 160,
     ) -> int:
@@ -34,15 +37,24 @@ def pipeline(argv: list[str]) -> int:
             micro_batches: number of micro-batches per step.
             chunks: virtual stages per stage, for "interleaved"; 0 for the schedule's own number.
             costs: time of a stage's forward pass, of its backward pass for the input, and for the weights.
+            offload: time to copy the activations of a stage's micro-batch to its host, in the unit of ``costs``: prints
+                what each stage holds with activation offload.
+            room: with --offload, micro-batches that a stage may hold with selective offload; by default half the peak.
             png: image file to draw the schedule to.
             width: maximum line width in characters.
         """
         if min(costs) <= 0:
             raise ScheduleError(f"costs = {costs}; give three positive times.")
         times = OpCosts(*costs)
+        if room is not None and offload is None:
+            raise ScheduleError("--room is for selective offload; give --offload TIME too.")
+
+        def offloaded(schedule: Schedule) -> str:
+            return "" if offload is None else "\n" + offload_table(simulate_offload(schedule, offload, room, times))
+
         if name != "all":
             schedule = make(name, stages, micro_batches, chunks)
-            print(text(schedule, times, width=width))
+            print(text(schedule, times, width=width) + offloaded(schedule))
             if png is not None:
                 draw(schedule, png, times)
                 print(f"drawn: {png}")
@@ -51,7 +63,8 @@ def pipeline(argv: list[str]) -> int:
             raise ScheduleError("--png and --chunks are for one schedule: name it.")
         for each in NAMES:
             try:
-                print(facts(make(each, stages, micro_batches), times) + "\n")
+                schedule = make(each, stages, micro_batches)
+                print(facts(schedule, times) + offloaded(schedule) + "\n")
             except ScheduleError as error:
                 print(f"{each}: {error}\n")
         return 0
