@@ -145,7 +145,7 @@ class DiskInputs(SavedInputs):
 
 
 def layers_in_files(config: DiskConfig, layers: int) -> int:
-    """How many of a run's layers have their inputs in files.
+    """Number of a run's layers that have their inputs in files.
 
     Args:
         config: of the run.
