@@ -137,6 +137,22 @@ def check_overlap(overlap: str, mesh: str | None) -> None:
         serving_mesh.check_overlap(None if mesh is None else serving_mesh.mesh_of(mesh), "plain")
 
 
+def check_mla(mla: str, mesh: str | None) -> None:
+    """Checks ``--mla`` before a model is loaded.
+
+    Raises:
+        ConfigError: there is no such value, or the mesh has no tensor shards.
+    """
+    from jaxllm.config import ConfigError
+    from jaxllm.infer import EngineConfig
+    from jaxllm.infer.runner.serving_mesh import mesh_of
+    from jaxllm.infer.weight_folding import without_tensor
+
+    EngineConfig(mla=mla)
+    if mla != "exact" and (None if mesh is None else mesh_of(mesh).shape.get("tensor", 1)) in (None, 1):
+        raise ConfigError(without_tensor(mla))
+
+
 def check_speculation(speculate: str | None, tokens: int | None, runs: int = 1, mesh: str | None = None) -> None:
     """Checks ``--speculate``, ``--speculate-tokens`` and ``--speculate-runs`` before a model is loaded.
 

@@ -60,6 +60,10 @@ class EngineConfig:
         overlap: on a mesh with ``tensor``, the rows of a step go through each layer in two halves, so that the matmuls
             of one half do not wait for the all-reduces of the other: "iso": of steps with prompts; "nano": of decode
             steps of several sequences too (``jaxllm.infer.runner.step.step_halves``); "none".
+        mla: on a mesh with ``tensor``: "exact": latents of multi-head latent attention are repeated on its devices;
+            "tpla", "tpla:hadamard", "tpla:pca" or "tpla:none": each has a slice, and generated tokens attend to the
+            slices one by one, which is an approximation; behind the colon the rotation that is folded into the weights,
+            "pca" by default (``jaxllm.infer.runner.latent_rotation``).
         kv_host_gib: GiB of host memory for pages that the prefix cache evicts on the device, see ``page_store``.
         kv_disk: directory for those that leave host memory, where they are found after a restart; None: none.
         kv_disk_gib: most GiB there.
@@ -108,6 +112,7 @@ class EngineConfig:
     chunk_cache: bool = False
     two_phase: bool = False
     overlap: Literal["none", "iso", "nano"] = "none"
+    mla: str = "exact"
     kv_host_gib: float = 0.0
     kv_disk: str | None = None
     kv_disk_gib: float = 64.0
@@ -154,6 +159,7 @@ class EngineConfig:
         self._check_chunks()
         self._check_two_phase()
         self._check_overlap()
+        self._check_mla()
         if self.orders_channels and self.adapter_slots:
             raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
@@ -407,6 +413,30 @@ class EngineConfig:
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.overlap != "none"):
             raise ConfigError(f"engine: overlap = {self.overlap!r} does not go with {name}; leave one of them out.")
+
+    def _check_mla(self) -> None:
+        """Checks what goes with latents in slices."""
+        legal = ("exact", "tpla", "tpla:hadamard", "tpla:pca", "tpla:none")
+        if self.mla not in legal:
+            raise ConfigError(f"engine: mla = {self.mla!r}; legal: {', '.join(legal)}.")
+        wrong = {
+            f"adapter_slots = {self.adapter_slots}, adapters of weights that are not rotated": self.adapter_slots > 0,
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}, which encodes whole pages": bool(self.residual_window),
+            f"kv_dtype = {self.kv_dtype!r}, which reorders channels": self.orders_channels,
+            f"head_clusters = {self.head_clusters} (chai)": self.head_clusters > 1,
+            "chunk_cache": self.chunk_cache,
+            "two_phase": self.two_phase,
+            f"overlap = {self.overlap!r}": self.overlap != "none",
+            "batch_invariant": self.batch_invariant,
+            f"speculate = {self.speculate!r} and verify_tokens = {self.verify_tokens}": self.verify_tokens > 0
+            or self.speculate is not None,
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages} (a mesh with stage)": self.stages > 1,
+            f"pools = {self.pools!r}": self.pools is not None,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.mla != "exact"):
+            raise ConfigError(f"engine: mla = {self.mla!r} does not go with {name}; leave one of them out.")
 
     def in_halves(self, requests: int, *, decode: bool) -> bool:
         """Whether a step goes through the layers in two halves.

@@ -1,4 +1,4 @@
-"""Weight folding: an engine that needs another order of channels, or clusters of heads, serves changed weights."""
+"""Weight folding: an engine that needs another order of channels, clusters of heads, or rotated latents folds it in."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import jax
 
 from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.latent_rotation import LatentRotation
 from jaxllm.infer.runner.retention.chai import HeadClusters, calibration_tokens
 from jaxllm.models import Functional
 from jaxllm.models.channel_order import ChannelOrder
 from jaxllm.text import Tokenizer
 
-Folding = ChannelOrder | HeadClusters
+Folding = ChannelOrder | HeadClusters | LatentRotation
 """Has ``model``, and ``fold``, which makes its weights of the given model's."""
 
 
@@ -31,6 +32,12 @@ def folding_of(
         ValueError: it does not go with the mesh, the model or its weights.
     """
     on_mesh = mesh is not None and mesh.size > 1
+    if config.mla != "exact":
+        tensor = 1 if mesh is None else mesh.shape.get("tensor", 1)
+        if tensor == 1:
+            raise ConfigError(without_tensor(config.mla))
+        rotation = config.mla.partition(":")[2] or "pca"
+        return LatentRotation(model, params, tensor, rotation, calibration_tokens(vocab_size, tokenizer), mesh)
     if config.orders_channels:
         if on_mesh:
             raise ConfigError(
@@ -44,3 +51,8 @@ def folding_of(
             f"engine: head_clusters = {config.head_clusters} (chai) folds weights on one device; leave --mesh out."
         )
     return HeadClusters(model, params, config.head_clusters, calibration_tokens(vocab_size, tokenizer))
+
+
+def without_tensor(mla: str) -> str:
+    """What is wrong with latents in slices on a mesh without tensor shards."""
+    return f"mla = {mla!r} slices latents over tensor, and the mesh has none: give tensor=2 or more, or leave mla out."

@@ -61,17 +61,22 @@ class KVSpec:
         key_dim: elements of a key per head.
         value_dim: elements of a value per head.
         latent: whether values are a part of the keys and are not stored again (multi-head latent attention).
+        slices: slices that a latent is stored in, one on each tensor shard, each with all that is a key only
+            (``MLAConfig.slices``).
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     latent: bool = False
+    slices: int = 1
 
     @property
     def elements(self) -> int:
-        """Elements stored per token and layer."""
-        return self.kv_heads * (self.key_dim if self.latent else self.key_dim + self.value_dim)
+        """Elements stored per token and layer, in all slices."""
+        if self.latent:
+            return self.value_dim + self.slices * (self.key_dim - self.value_dim)
+        return self.kv_heads * (self.key_dim + self.value_dim)
 
 
 @runtime_checkable
@@ -128,6 +133,26 @@ class KVCacheContext(AttentionContext, Protocol):
         self, layer: LayerIndex, k: Float[Array, "B S K H"], positions: Int[Array, "B S"]
     ) -> KVCacheContext:
         """Writes keys that are values too (latents) to the cache, without attention."""
+        ...
+
+
+@runtime_checkable
+class LatentSlicesContext(KVCacheContext, Protocol):
+    """KV cache whose latents may be stored in slices (TPLA), see ``MLAConfig.slices``."""
+
+    def attend_slices(
+        self,
+        layer: LayerIndex,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B S 1 H"],
+        factors: Float[Array, " I"],
+        params: AttentionParams,
+    ) -> tuple[Float[Array, "B S N C"], LatentSlicesContext]:
+        """Attention output over latents, as ``attend``, of generated tokens slice by slice; the new context.
+
+        Args:
+            factors: factor of each slice on its part of the scores.
+        """
         ...
 
 

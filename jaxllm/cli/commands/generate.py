@@ -14,6 +14,7 @@ from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import (
     check_kv_cache,
+    check_mla,
     check_offload,
     check_overlap,
     check_pools,
@@ -65,6 +66,7 @@ def generate(argv: list[str]) -> int:
         weights: str = "auto",
         mesh: str | None = None,
         overlap: Literal["none", "iso", "nano"] = "none",
+        mla: str = "exact",
         pools: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
@@ -118,6 +120,10 @@ def generate(argv: list[str]) -> int:
             overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
                 wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences
                 too (docs/serve/serving.md).
+            mla: with --mesh tensor=N and a model with multi-head latent attention: tpla: each device has a slice of the
+                latents, and generated tokens attend to the slices one by one, which is an approximation (tpla:pca,
+                tpla:hadamard, tpla:none: the rotation before slicing); exact: latents are repeated on the devices
+                (docs/serve/serving.md).
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
                 (docs/serve/pools.md); instead of --mesh.
@@ -157,6 +163,7 @@ def generate(argv: list[str]) -> int:
         check_offload(offload, mesh)
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh)
+        check_mla(mla, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
         of_prompt = {
@@ -192,7 +199,7 @@ def generate(argv: list[str]) -> int:
             sizes = with_speculation(
                 with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
-            sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap)
+            sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla)
 
             def load() -> LLM:
                 found = load_with_progress(
@@ -208,6 +215,8 @@ def generate(argv: list[str]) -> int:
             raise UsageError("--effort of `jaxllm generate` is for one engine; leave --pools out, or serve with both.")
         if effort is not None and overlap != "none":
             raise UsageError("--effort of `jaxllm generate` has no --overlap; leave it out, or serve with both.")
+        if effort is not None and mla != "exact":
+            raise UsageError("--effort of `jaxllm generate` has no --mla; leave it out, or serve with both.")
         if effort is not None and speculate is not None:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
@@ -238,7 +247,7 @@ def generate(argv: list[str]) -> int:
         sizes = single_user_config(
             loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )
-        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools, overlap=overlap))
+        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla))
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

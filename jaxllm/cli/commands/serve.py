@@ -16,7 +16,14 @@ import tyro
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_offload, check_overlap, check_pools, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import (
+    check_mla,
+    check_offload,
+    check_overlap,
+    check_pools,
+    check_speculation,
+    load_with_progress,
+)
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 from jaxllm.infer.scheduling.policies import PolicyName
@@ -69,6 +76,7 @@ def serve(argv: list[str]) -> int:
         layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
         overlap: Literal["none", "iso", "nano"] = "none",
+        mla: str = "exact",
         pools: str | None = None,
         adapters: Path | None = None,
         adapter_slots: int = 32,
@@ -155,6 +163,10 @@ def serve(argv: list[str]) -> int:
             overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
                 wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences
                 too (docs/serve/serving.md).
+            mla: with --mesh tensor=N and a model with multi-head latent attention: tpla: each device has a slice of the
+                latents, and generated tokens attend to the slices one by one, which is an approximation (tpla:pca,
+                tpla:hadamard, tpla:none: the rotation before slicing); exact: latents are repeated on the devices
+                (docs/serve/serving.md).
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
                 (docs/serve/pools.md); instead of --mesh.
@@ -220,6 +232,7 @@ def serve(argv: list[str]) -> int:
         check_offload(offload, mesh)
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh)
+        check_mla(mla, mesh)
         if speculate_runs != 1:
             check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         config = ServeConfig(
@@ -245,7 +258,7 @@ def serve(argv: list[str]) -> int:
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
         )
-        sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap)
+        sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla)
         tuned = None
         if finetune is not None:
             from jaxllm.cli.finetune_arguments import finetune_config

@@ -616,7 +616,9 @@ class Engine:
         runner, metrics = self.runner, self.metrics
         many, tokens = max(len(plan.chunks) for plan in plans), max(plan.tokens for plan in plans)
         where: dict[str, Any] = {} if self.pools is None else {"engine": plans[0].replica}
-        shape = runner.choose(many, tokens, **step_inputs.program_kind(plans), **where)
+        shape = runner.choose(
+            many, tokens, **step_inputs.program_kind(plans, exact_prompts=self.config.mla != "exact"), **where
+        )
         packed, tables = np.zeros((len(plans), shape.inputs.size), np.int32), self.scheduler.page_tables
         for own, plan in zip(packed, plans, strict=True):
             views, size = shape.inputs.views(own), runner.spec.page_size

@@ -67,6 +67,8 @@ def fill(
     if shape.shares:
         for group, row in enumerate(x["shared"]):
             row[:many] = common_pages([c.sequence.pages[group] for c in chunks], [c.start for c in chunks], page_size)
+    if shape.slices:
+        x["prompts"][:many] = [len(c.sequence.request.prompt) for c in chunks]
     if shape.residual:
         x["found"][:many] = [c.sequence.found for c in chunks]
     if adapters is not None:
@@ -165,15 +167,19 @@ def slot_row(sequence: Sequence, vocab: int) -> np.ndarray:
     return packed
 
 
-def program_kind(plans: list[StepPlan]) -> dict[str, bool]:
-    """Kind of program that the plans of all replicas need: decode-only or not, full sampler or not."""
+def program_kind(plans: list[StepPlan], *, exact_prompts: bool = False) -> dict[str, bool]:
+    """Kind of program that the plans of all replicas need: decode-only or not, full sampler or not.
+
+    With ``exact_prompts`` a decode-only program would treat the only token of a prompt as a generated one.
+    """
     chunks = [chunk for plan in plans for chunk in plan.chunks]
     params = [chunk.sequence.request.params for chunk in chunks]
     scores = any(
         c.sequence.number == 0 and p.prompt_logprobs is not None and c.start < len(c.sequence.request.prompt) - 1
         for c, p in zip(chunks, params, strict=True)
     )
+    prompts = exact_prompts and any(chunk.start < len(chunk.sequence.request.prompt) for chunk in chunks)
     return {
-        "decode": not scores and all(chunk.count == 1 for chunk in chunks),
+        "decode": not scores and not prompts and all(chunk.count == 1 for chunk in chunks),
         "full": any(p.needs_full for p in params),
     }

@@ -473,6 +473,7 @@ class ModelRunner:
             tree_words=0 if decode else -(-self._tree_tokens // BITS),
             branches=0 if decode else min(self._branches, self.model.config.vocab_size),
             shares=decode and self.config.two_phase,
+            slices=any(group.kv_spec.slices > 1 for group in self.spec.groups),
             halves=tokens > 1 and self.config.in_halves(tokens, decode=decode),
         )
 

@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 import sharding
 from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.latent_slices import decode_over_slices, mixed_over_slices, sliced
 from jaxllm.infer.runner.retention.corm import Corm
 from jaxllm.infer.runner.retention.locret import Locret
 from jaxllm.infer.runner.retention.pyramid import Pyramid
@@ -107,6 +108,9 @@ class LayerGroup:
     def format(self, shards: int = 1) -> PageFormat:
         """Format of a slot; few kv heads are repeated up to the number of shards, as ``replicate_kv_heads`` does."""
         one = self.kv_spec
+        if one.slices > 1:  # a shard's slice is a kv head
+            part = one.value_dim // one.slices
+            one = KVSpec(one.slices, part + one.key_dim - one.value_dim, part, latent=True)
         kv = shards if one.kv_heads < shards and shards % one.kv_heads == 0 else one.kv_heads
         platform = target_device().platform
         multiple = 128 if platform == "tpu" else 1
@@ -312,6 +316,7 @@ class PagedCache:
         heads: ``RetainingHeads`` that score the entries when they are written; None: there are none.
         shared: of each page table: Int[Array, "B R"], pages that requests begin with and that are read once for all of
             them, see ``shared_pages``; None: each request's pages are read for itself.
+        prompts: where latents are in slices: Int[Array, "B R"], length of each request's prompt, see ``latent_slices``.
     """
 
     pools: tuple[Any, ...]
@@ -326,6 +331,7 @@ class PagedCache:
     heads: RetainingHeads | None = None
     tree: tuple[Any, Any] | None = None
     shared: tuple[Any, ...] | None = None
+    prompts: Any = None
     is_kv_cache: ClassVar[bool] = True
 
     def attend(
@@ -382,7 +388,10 @@ class PagedCache:
         if self.decode_only or self.invariant or any(group.lossy or group.rule for group in self.groups):
             return None
         lengths = self.starts[:, 1:] - self.starts[:, :-1]
-        return jnp.all((lengths == 0) | (self.kv_lens == lengths))
+        fresh = self.kv_lens == lengths
+        if self.prompts is not None:  # generated tokens, which are computed again, attend to slices
+            fresh &= self.kv_lens <= self.prompts
+        return jnp.all((lengths == 0) | fresh)
 
     def self_segments(self, tokens: int) -> Segments:
         """Segments of the flat batch: each request is a document."""
@@ -395,7 +404,7 @@ class PagedCache:
 
     def write_latents(self, layer: LayerIndex, k: Float[Array, "B T 1 H"], positions: Int[Array, "B T"]) -> PagedCache:
         """Writes MLA latents to their pages."""
-        index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
+        index, k = self._latents(k)
 
         def local(k: Array, *shared: Any) -> tuple[Array, ...]:
             held, form, place, ragged, retention, *_ = self._unshared(index, *shared)
@@ -406,6 +415,50 @@ class PagedCache:
             local, (KV_HEADS, *_SHARED_AXES), tuple(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))
         )
         return self._with(index, run(replicate_kv_heads(k), *self._shared(index, layer)))
+
+    def attend_slices(
+        self,
+        layer: LayerIndex,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T 1 H"],
+        factors: Float[Array, " I"],
+        params: AttentionParams,
+    ) -> tuple[Float[Array, "B T N C"], PagedCache]:
+        """Writes MLA latents in slices, then attends: exactly in prompts, slice by slice otherwise."""
+        index, k = self._latents(k)
+        latent, axes = self.groups[index].kv_spec.value_dim, sharding.axis_names("attn_kv_heads")
+
+        def local(q: Array, k: Array, factors: Array, prompts: Array, *shared: Any) -> tuple[Array, ...]:
+            held, form, place, ragged, *_ = self._unshared(index, *shared)
+            q, k, slots = q[0], k[0], held
+            if not self.decode_only:
+                out, slots = mixed_over_slices(
+                    q, k, factors, held, place, ragged, prompts[0], format=form, scale=params.scale, axes=axes
+                )
+                return out[None], *jax.tree.leaves(slots)
+
+            def attend(q: Array) -> Array:
+                nonlocal slots
+                pool = PagePool(held.data, form, *held[1:])
+                out, pool = paged_attention(q, k, None, pool, place, *ragged, scale=params.scale, decode_only=True)
+                slots = pool.slots
+                return out
+
+            out = decode_over_slices(attend, q, factors, latent, axes)
+            return out[None], *jax.tree.leaves(slots)
+
+        pools = tuple(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))
+        axes_in = (HEADS, KV_HEADS, (None,), PER_REQUEST, *_SHARED_AXES)
+        # Devices choose between branches with collectives by the same numbers, which JAX cannot know.
+        run = sharding.shard_map(local, axes_in, (HEADS, *pools), check=False)
+        out, *slots = run(q, k, factors, self.prompts, *self._shared(index, layer))
+        return out, self._with(index, slots)
+
+    def _latents(self, k: Float[Array, "B T 1 H"]) -> tuple[int, Float[Array, "B T K W"]]:
+        """Group of latents, and their slices as kv heads; one kv head where they are whole."""
+        index = next(i for i, g in enumerate(self.groups) if g.kv_spec.latent and g.kv_spec.key_dim == k.shape[3])
+        spec = self.groups[index].kv_spec
+        return index, k if spec.slices == 1 else sliced(k, spec.value_dim, spec.slices)
 
     def _group(self, kv_spec: KVSpec, window: int | None) -> int:
         """Index of the layer group of a layer, known when the program is traced."""

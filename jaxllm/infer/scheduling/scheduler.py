@@ -429,6 +429,8 @@ class Scheduler:
             return 1
         if any(self._needs_last(s) for s in decodes):
             return 1
+        if self.config.mla != "exact" and any(s.computed < len(s.request.prompt) for s in decodes):
+            return 1  # the last token of a prompt attends exactly, which programs that decode do not do
         steps = min(self.config.decode_steps, *(min(s.remaining, self._until_eviction(s)) for s in decodes))
         while steps > 1:
             if self.needs.suffices(self.needs.of_all([(s, steps) for s in decodes])):

@@ -22,12 +22,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 import sharding
-from jaxllm.models.attention_context import AttentionContext, AttentionParams, KVCacheContext, KVSpec, LayerIndex
+from jaxllm.models.attention_context import (
+    AttentionContext,
+    AttentionParams,
+    KVCacheContext,
+    KVSpec,
+    LatentSlicesContext,
+    LayerIndex,
+)
 from jaxllm.models.layers.layer import AttentionLayer, MatmulInput, MatmulValue
 from jaxllm.models.layers.norm import Norm, NormKind
 from jaxllm.models.layers.rope import RopeConfig, rotate, rotation, turn
 from jaxllm.models.linear import Weight, linear, multiply_heads, project
-from jaxllm.models.params import constant
+from jaxllm.models.params import constant, use
 
 HEADS = ("batch", "seq", "act_heads", None)
 LATENT = ("batch", "seq", None)
@@ -49,6 +56,8 @@ class MLAConfig(AttentionLayer):
         bias: whether the projections from and to the residual stream have biases.
         scale: factor on the scores; None for ``1 / sqrt(H + R)``.
         norm_eps: epsilon of the norms of the latents.
+        slices: equal slices of a latent that a KV cache has apart, one on each tensor shard; generated tokens attend to
+            each by itself (TPLA, ``jaxllm.infer.runner.latent_slices``). 1: latents are whole.
     """
 
     heads: int = 4
@@ -61,14 +70,17 @@ class MLAConfig(AttentionLayer):
     bias: bool = False
     scale: float | None = None
     norm_eps: float = 1e-6
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("heads", "latent", "q_latent", "nope_dim", "rope_dim", "value_dim", "scale"):
+        for name in ("heads", "latent", "q_latent", "nope_dim", "rope_dim", "value_dim", "scale", "slices"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"latent attention: {name} = {value}; give a positive number.")
         if self.norm_eps < 0:
             raise ValueError(f"latent attention: norm_eps = {self.norm_eps}; give 0 or a small positive number.")
+        if self.latent % self.slices:
+            raise ValueError(f"latent attention: slices = {self.slices} do not divide latent = {self.latent}.")
         self.rope.dims(self.rope_dim)
 
     @property
@@ -100,7 +112,7 @@ class MLAConfig(AttentionLayer):
     @property
     def kv_spec(self) -> KVSpec:
         """Shape of a token's KV cache entry: the latent and the shared rotated key."""
-        return KVSpec(1, self.latent + self.rope_dim, self.latent, latent=True)
+        return KVSpec(1, self.latent + self.rope_dim, self.latent, latent=True, slices=self.slices)
 
     def turned(self, keys: Float[Array, "*any H"], by: Int[Array, ""]) -> Float[Array, "*any H"]:
         """Latents with shared keys of a cache at positions that are ``by`` later: the shared key is turned."""
@@ -154,7 +166,8 @@ class MLAConfig(AttentionLayer):
         """One line for people."""
         queries = "" if self.q_latent is None else f", queries of {self.q_latent}"
         heads = f"{self.heads} heads of {self.nope_dim} + {self.rope_dim} rotated, values of {self.value_dim}"
-        return f"{heads}; keys and values of a latent of {self.latent}{queries}"
+        slices = "" if self.slices == 1 else f" in {self.slices} slices"
+        return f"{heads}; keys and values of a latent of {self.latent}{slices}{queries}"
 
     def prefers_expanded(self, tokens: int) -> bool:
         """Whether T tokens that attend to each other take fewer multiply-adds expanded than absorbed.
@@ -198,6 +211,8 @@ class MultiHeadLatentAttention(nnx.Module):
         self.kv_up = linear("kv_up_proj", (c, n, both), ("latent", "heads", "head_dim"), dtype)
         out = ("heads", "head_dim", "embed")
         self.o = linear("o_proj", (n, config.value_dim, d), out, dtype, contract=2, scale=out_scale)
+        if config.slices > 1:
+            self.slice_factors = constant(1.0, (config.slices,), (None,), dtype, role="gain")
         if config.bias:
             if q is not None:
                 self.q_bias = constant(0.0, (q,), (None,), dtype, role="bias")
@@ -302,7 +317,10 @@ class MultiHeadLatentAttention(nnx.Module):
         k = jnp.concatenate([latent[:, :, None], key], axis=-1)
         params = AttentionParams(config.attention_params.scale, latent=config.latent)
         with jax.named_scope("kernel"):
-            out, ctx = ctx.attend(layer, q, k, None, positions, params)
+            if config.slices > 1 and isinstance(ctx, LatentSlicesContext):
+                out, ctx = ctx.attend_slices(layer, q, k, use(self.slice_factors, q.dtype), params)
+            else:
+                out, ctx = ctx.attend(layer, q, k, None, positions, params)
         out = sharding.constrain(out, *HEADS)
         with jax.named_scope("absorb_v_up_proj"):
             return multiply_heads(out, up, to_values, HEADS), ctx

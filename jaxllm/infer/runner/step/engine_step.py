@@ -52,7 +52,7 @@ class StepBatch(NamedTuple):
         tables: page table of each group of layers.
         columns: see ``PagedCache``.
         adapters: arguments of ``with_rows``; None in an engine without adapters.
-        rings, tree, shared: see ``PagedCache``.
+        rings, tree, shared, prompts: see ``PagedCache``.
     """
 
     tokens: Int[Array, "*B T"]
@@ -65,6 +65,7 @@ class StepBatch(NamedTuple):
     rings: tuple[Int[Array, "*B S"], Int[Array, "*B S"]] | None = None
     tree: tuple[Int[Array, "*B T E"], Int[Array, "*B S"]] | None = None
     shared: tuple[Int[Array, "*B S"], ...] | None = None
+    prompts: Int[Array, "*B S"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,13 +274,16 @@ class EngineStep:
         positions = jnp.where(rows.real, positions, 0)
         rings = (x["slots"], x["found"]) if shape.residual else None
         shared = tuple(x["shared"]) if shape.shares else None
-        return StepBatch(tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings, tree, shared)
+        prompts = x["prompts"] if shape.slices else None
+        return StepBatch(
+            tokens, positions, x["starts"], kv_lens, tables, columns, adapters, rings, tree, shared, prompts
+        )
 
     def context(self, pools: Pools, batch: StepBatch, heads: RetainingHeads | None = None) -> PagedCache:
         """Attention context of a forward pass."""
         return PagedCache(
             pools, batch.tables, batch.starts, batch.kv_lens, self.groups, self.shape.decode, self.invariant,
-            batch.columns, batch.rings, heads, batch.tree, batch.shared,
+            batch.columns, batch.rings, heads, batch.tree, batch.shared, batch.prompts,
         )  # fmt: skip
 
     def _forward(self, params: Any, pools: Pools, batch: StepBatch) -> tuple[Pools, Float[Array, "B T D"]]:

@@ -46,6 +46,7 @@ class StepShape:
             log-probabilities: the step is of a draft model that makes trees. 0: tokens are sampled.
         shares: pages that requests begin with are read once for all of them, see ``shared_pages``.
         halves: the rows go through the layers in two halves, see ``step_halves``.
+        slices: latents are in slices, and generated tokens attend to each by itself, see ``latent_slices``.
     """
 
     tokens: int
@@ -69,6 +70,7 @@ class StepShape:
     branches: int = 0
     shares: bool = False
     halves: bool = False
+    slices: bool = False
 
     @property
     def name(self) -> str:
@@ -90,10 +92,9 @@ class StepShape:
         number of its pages; ``found`` are tokens that a request has found in the prefix cache; ``proposed`` is the
         number of tokens to verify at the end of the request's rows; ``hidden`` and ``tree_first`` are the tree mask;
         ``parents`` say after which of these tokens, from 1 on, each of them comes, 0 for the row before them, -1 where
-        there is none; ``targets`` are the tokens to be scored, -1 for
-        none; ``shared`` is the number of a request's first pages that are read once for all; ``adapters`` are the slots
-        of the requests' adapters, -1 for none, and ``adapter_tables`` and
-        ``adapter_scales`` say what is in all slots.
+        there is none; ``targets`` are the tokens to be scored, -1 for none; ``shared`` is the number of a request's
+        first pages that are read once for all; ``prompts`` are the lengths of prompts; ``adapters`` are the slots of
+        the requests' adapters, -1 for none, and ``adapter_tables`` and ``adapter_scales`` say what is in all slots.
         """
         s = self.requests
         fields = [
@@ -122,6 +123,8 @@ class StepShape:
             fields += [("adapter_scales", self.adapters[:1], "float32")]
         if self.shares:
             fields += [("shared", (self.groups, s), "int32")]
+        if self.slices:
+            fields += [("prompts", (s,), "int32")]
         if self.decode:
             fields += [("steps", (), "int32"), ("stops", (s, DEVICE_STOP_TOKENS), "int32")]
         if self.full:
