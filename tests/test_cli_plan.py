@@ -28,6 +28,42 @@ def test_a_report_is_printed_and_saved(tmp_path, capsys):
     assert {"saved for the backward pass", "fsdp"} <= set(re.findall(r"<td>([^<]*)</td>", shown.read_text()))
 
 
+@pytest.mark.drawn(0.3)
+def test_a_plans_page_has_the_bytes_of_both_tiers(tmp_path, capsys):
+    """The most that the page draws in the host's memory is what the TPU compiler allocates there for four layers."""
+    sizes = [*SMALL, "--model.layers", "4", "--data.seq-len", "128"]
+    page, saved = tmp_path / "plan.html", tmp_path / "plan.json"
+    argv = [
+        "plan",
+        "quickstart",
+        "--on",
+        "v6e:2x2",
+        "--mesh",
+        "fsdp=4",
+        "--as-is",
+        "--explain",
+        "1",
+        "--html",
+        str(page),
+    ]
+    assert cli.main([*argv, "--json", str(saved), "--model.remat", "offload", *sizes]) == 0
+    assert f"written: {page}" in capsys.readouterr().out
+    (found,) = json.loads(saved.read_text())
+    assert found["compiled"]["host_bytes"] > 0
+    _, drawn = page.read_text().split("memory of the host over the schedule", 1)
+    host = re.search(r"([\d.e-]+) GiB at", drawn)
+    assert host is not None
+    assert float(host[1]) == pytest.approx(found["compiled"]["host_bytes"] / 2**30, rel=0.01)
+
+
+@pytest.mark.parametrize("left_out", ["--explain", "--compile"])
+def test_a_page_is_of_a_compiled_layout(left_out, capsys):
+    argv = ["plan", "quickstart", "--on", "v6e:2x2", "--html", "p.html"]
+    more = {"--explain": [], "--compile": ["--explain", "1", "--no-compile"]}[left_out]
+    assert cli.main([*argv, *more]) == 2
+    assert "give --explain N, and compile" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     def compile_for(config, on, progress, keep, anyway):
         raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)

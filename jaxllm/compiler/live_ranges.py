@@ -6,9 +6,9 @@
 
 Arrays share memory where the compilers must let them: tuples, bitcasts, the state of a loop, in-place updates, donated
 arguments; and where an elementwise kernel writes over an operand that is not needed afterwards. Arguments and constants
-are not counted, nor arrays in a core's own memory or in host memory. The compilers pack arrays into one block, which
-leaves gaps, and may compute in place in more cases, so the peak here is close to theirs, not equal. The TPU compiler
-shares buffers of collectives less than their live ranges allow: there it is a lower bound.
+are not counted, nor arrays in a core's own memory; those in host memory are counted apart. The compilers pack arrays
+into one block, which leaves gaps, and may compute in place in more cases, so the peak here is close to theirs, not
+equal. The TPU compiler shares buffers of collectives less than their live ranges allow: there it is a lower bound.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ in a program without gradients).
 
 _LABEL = re.compile(r'op_name="([^"]*)"')
 _SPACE = re.compile(r"S\((\d+)\)")
+_HOST = "5"
+"""Number of the memory space that is the host's."""
+ARGUMENTS = "arguments"
+"""Kind of what is in host memory for the whole step, such as offloaded optimizer state."""
 _LAYOUT = re.compile(r"\{([\d,]*):?([^{}]*)\}")
 _TILE = re.compile(r"T\(([\d,]+)\)")
 _NOTHING = {"parameter", "constant", "after-all", "partition-id", "replica-id", "iota"}
@@ -61,6 +65,7 @@ class Buffer:
         first: step at which it is filled.
         last: step at which it is used last.
         kind: one of ``KINDS``.
+        host: it is in host memory.
     """
 
     bytes: int
@@ -70,6 +75,7 @@ class Buffer:
     first: int
     last: int
     kind: str = "other"
+    host: bool = False
     received: bool = False
     result: bool = False
     used: list[str] = field(default_factory=list)
@@ -82,14 +88,16 @@ class LiveMemory:
     Attributes:
         steps: names of the instructions, with one iteration of each loop.
         live: live bytes at each step, by kind.
-        buffers: all buffers.
+        buffers: all buffers in device memory.
         loops: (first step, last step, name) of each loop.
+        host: bytes in host memory at each step, by kind; ``ARGUMENTS`` among them, which are there throughout.
     """
 
     steps: tuple[str, ...]
     live: dict[str, np.ndarray]
     buffers: tuple[Buffer, ...]
     loops: tuple[tuple[int, int, str], ...]
+    host: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def total(self) -> np.ndarray:
@@ -170,14 +178,33 @@ def read(text: str) -> LiveMemory:
     gradients = any("transpose(" in b.label or "jvp(" in b.label for b in reader.buffers)
     for buffer in reader.buffers:
         buffer.kind = _kind(buffer, gradients)
+    own, there = ([b for b in reader.buffers if b.bytes and b.host == host] for host in (False, True))
     steps = len(reader.steps)
+    host = _live(there, steps)
+    if arguments := sum(
+        _padded(shape)
+        for one in entry.instructions.values()
+        if one.opcode == "parameter"
+        for shape in hbm_traffic.shapes_of(one.shape)
+        if _space(shape) == _HOST
+    ):
+        host = {ARGUMENTS: np.full(steps, arguments, np.int64), **host}
+    return LiveMemory(tuple(reader.steps), _live(own, steps), tuple(own), tuple(reader.loops), host)
+
+
+def _live(buffers: Sequence[Buffer], steps: int) -> dict[str, np.ndarray]:
+    """Live bytes at each step, by kind, of kinds that there are."""
     live = {kind: np.zeros(steps + 1, np.int64) for kind in KINDS}
-    for buffer in reader.buffers:
-        if buffer.bytes:
-            live[buffer.kind][buffer.first] += buffer.bytes
-            live[buffer.kind][buffer.last + 1] -= buffer.bytes
-    sums = {kind: changes.cumsum()[:steps] for kind, changes in live.items() if changes.any()}
-    return LiveMemory(tuple(reader.steps), sums, tuple(b for b in reader.buffers if b.bytes), tuple(reader.loops))
+    for buffer in buffers:
+        live[buffer.kind][buffer.first] += buffer.bytes
+        live[buffer.kind][buffer.last + 1] -= buffer.bytes
+    return {kind: changes.cumsum()[:steps] for kind, changes in live.items() if changes.any()}
+
+
+def _space(shape: str) -> str:
+    """Number of the memory space of an array; "" for device memory."""
+    found = _SPACE.search(shape)
+    return found[1] if found else ""
 
 
 def phase(label: str) -> str:
@@ -310,7 +337,8 @@ class _Reader:
         if one.opcode == "copy-start":
             return {1: (0, 0)}
         if one.opcode.endswith("-start") and one.opcode != "all-reduce-start" and results > 1:
-            return {place: (place, 0) for place in range(len(one.operands))}
+            updated = {len(one.operands): (0, 0)} if one.opcode == "dynamic-update-slice-start" else {}
+            return updated | {place: (place, 0) for place in range(len(one.operands))}
         if one.opcode == "fusion":
             return self._updated(self.module.callee(one))
         return {}
@@ -369,9 +397,12 @@ class _Reader:
         label, received = _label(one), one.opcode.removesuffix("-start") in _RECEIVES
         made = []
         for shape in hbm_traffic.shapes_of(one.shape):
-            far = not _SPACE.search(shape) and one.target not in hlo.NO_WORK - {"AllocateBuffer"}
+            space = _space(shape)
+            far = space in ("", _HOST) and one.target not in hlo.NO_WORK - {"AllocateBuffer"}
             size = _padded(shape) if far else 0
-            made.append(Buffer(size, one.name, label, shape, self.now, self.now, received=received))
+            made.append(
+                Buffer(size, one.name, label, shape, self.now, self.now, host=space == _HOST, received=received)
+            )
         self.buffers += made
         return made
 
@@ -391,7 +422,7 @@ class _Reader:
         for step, operands, results in self.shareable:
             free = [b for b in operands if b.last == step and b.first < step and b.bytes]
             for result in results:
-                same = next((b for b in free if b.bytes == result.bytes), None)
+                same = next((b for b in free if b.bytes == result.bytes and b.host == result.host), None)
                 if same is not None and result.first == step:
                     same.last = step - 1
                     free.remove(same)

@@ -181,11 +181,27 @@ class ProgramReport:
             f"arrays take {packed / GIB:.3f}."
         )
         return (
-            f"<figure>{picture}{program_charts.legend(colors)}</figure><p class=soft>{said}</p>"
+            f"<figure>{picture}{program_charts.legend(colors)}</figure><p class=soft>{said}</p>{self._host_memory()}"
             f'<div class="grid-of"><div class="panel"><h3>At the fullest step</h3>{table(rows, ("", "GiB", "share"))}'
             f'</div></div><div class="panel wide gap"><h3>The largest there, GiB</h3>'
             f"{table(largest, ('GiB', 'belongs to', 'array', 'from', 'instruction'))}</div>"
         )
+
+    def _host_memory(self) -> str:
+        """Chart of what a device has in its host's memory, if it has something there."""
+        host, memory = self.memory.host, self.memory
+        if not host:
+            return ""
+        colors = {name: _COLORS[name] for name in host}
+        picture = program_charts.areas(
+            {name: (live / GIB).tolist() for name, live in host.items()},
+            colors,
+            title="memory of the host over the schedule, one device's share",
+            unit="GiB",
+            loops=[(a, b, "") for a, b, _ in memory.loops],
+            names=memory.steps,
+        )
+        return f"<figure>{picture}{program_charts.legend(colors)}</figure>"
 
     def _time(self) -> str:
         played = self.timeline

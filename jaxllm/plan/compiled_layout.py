@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxllm.compiler import aot, program_walker
+from jaxllm.compiler import aot, live_ranges, program_walker
+from jaxllm.compiler.program_report import ProgramReport
 from jaxllm.compiler.timeline import timeline
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, HardwareError
 from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.plan.timeline_rates import rates_of
+from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import compile_for
+from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run_model import run_model
 from sharding.isolate import Progress
+from sharding.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,18 @@ class CompiledLayout:
 
 
 def compile_layout(
-    layout: ParallelLayout, cluster: Cluster, progress: Progress | None = None, calibration: Calibration = DEFAULT
+    layout: ParallelLayout,
+    cluster: Cluster,
+    progress: Progress | None = None,
+    calibration: Calibration = DEFAULT,
+    html: Path | None = None,
 ) -> CompiledLayout:
     """Compiles a layout's train step in a child process.
+
+    Args:
+        layout, cluster, calibration: what to compile, for which devices, at which attained rates.
+        progress: told what the child does.
+        html: file to write the program's page to: memory of the device and its host over the step, timeline, roofline.
 
     Raises:
         OutOfDeviceMemory: the compiler reports that the program does not fit.
@@ -48,6 +62,21 @@ def compile_layout(
         kept = Path(folder) / "program.json"
         report = compile_for(layout.run, cluster.topology.name, progress=progress, keep=kept)
         text, placement = aot.kept(kept)
+        if html is not None:
+            html.write_text(read_program(layout.run, cluster.topology, report, kept, calibration).html())
     return CompiledLayout(
         report, timeline(program_walker.read(text, placement), rates_of(cluster, layout.mesh, calibration)).seconds
     )
+
+
+def read_program(
+    config: RunConfig, topology: Topology, report: aot.CompileReport, kept: Path, calibration: Calibration = DEFAULT
+) -> ProgramReport:
+    """Report on a run's compiled program that was saved to the file ``kept``."""
+    text, placement = aot.kept(kept)
+    try:
+        mesh = fitting_mesh(config, run_model(config), topology.num_devices)
+        rates = rates_of(Cluster.parse(topology.name), mesh, calibration)
+    except HardwareError:  # CPUs are not in the hardware table; the page then shows sizes only
+        rates = None
+    return ProgramReport(report, program_walker.read(text, placement), live_ranges.read(text), rates)

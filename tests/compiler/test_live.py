@@ -118,6 +118,29 @@ def test_by_hand():
     assert [(memory.steps[a], name) for a, _, name in memory.loops] == [("loop", "loop")]
 
 
+def test_the_hosts_memory_is_counted_apart():
+    """4 KiB of an argument there throughout; 1 KiB that is copied out and back, beside 1 KiB of the device's."""
+    text = """HloModule step, is_scheduled=true
+
+ENTRY %main (a: f32[256], there: f32[1024]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %there = f32[1024]{0:S(5)} parameter(1)
+  %made = f32[256]{0} reverse(%a)
+  %out = f32[256]{0:S(5)} copy(%made)
+  %other = f32[256]{0} pad(%a, %a)
+  %back = f32[256]{0} copy(%out)
+  ROOT %end = f32[256]{0} custom-call(%back, %other), custom_call_target="z"
+}
+"""
+    memory = live_ranges.read(text)
+    at = {kind: dict(zip(memory.steps, live.tolist(), strict=True)) for kind, live in memory.host.items()}
+    assert set(at) == {"arguments", "other"}
+    assert set(at["arguments"].values()) == {4096}
+    assert [at["other"][name] for name in ("made", "out", "other", "back", "end")] == [0, 1024, 1024, 1024, 0]
+    assert [memory.total.tolist()[memory.steps.index(name)] for name in ("out", "other", "back")] == [1024, 1024, 2048]
+    assert not any(buffer.host for buffer in memory.buffers)
+
+
 @pytest.mark.parametrize(
     ("shape", "size"),
     [

@@ -17,7 +17,6 @@ from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 if TYPE_CHECKING:
     from jaxllm.compiler.aot import CompileReport
-    from jaxllm.compiler.program_report import ProgramReport
     from jaxllm.train import RunConfig
     from sharding.topology import Topology
 
@@ -60,6 +59,7 @@ def compile(argv: list[str]) -> int:
             estimate: do not compile: print an estimate of the step's memory from its traced operations, in seconds.
         """
         from jaxllm.files import write_json
+        from jaxllm.plan.compiled_layout import read_program
         from jaxllm.train.compile_step import compile_for
         from sharding.isolate import OutOfDeviceMemory
         from sharding.topology import Topology
@@ -85,7 +85,7 @@ def compile(argv: list[str]) -> int:
             _print_rollouts(config, on, report)
             over = topology.hbm_bytes is not None and report.total_bytes > topology.hbm_bytes
             if keep is not None:
-                reading = _reading(config, topology, report, keep)
+                reading = read_program(config, topology, report, keep)
                 if over:
                     print(f"\n{reading.memory}")
                 if html is not None:
@@ -172,21 +172,3 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
     except RematError as error:
         print(error)
         return None
-
-
-def _reading(config: RunConfig, topology: Topology, report: CompileReport, keep: Path) -> ProgramReport:
-    """Report on a compiled program that was saved to the file ``keep``."""
-    from jaxllm.compiler import aot, live_ranges, program_walker
-    from jaxllm.compiler.program_report import ProgramReport
-    from jaxllm.plan.hardware import Cluster, HardwareError
-    from jaxllm.plan.timeline_rates import rates_of
-    from jaxllm.train.run import fitting_mesh
-    from jaxllm.train.run_model import run_model
-
-    text, placement = aot.kept(keep)
-    try:
-        mesh = fitting_mesh(config, run_model(config), topology.num_devices)
-        rates = rates_of(Cluster.parse(topology.name), mesh)
-    except HardwareError:  # CPUs are not in the hardware table; the page then shows sizes only
-        rates = None
-    return ProgramReport(report, program_walker.read(text, placement), live_ranges.read(text), rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,18 @@ if TYPE_CHECKING:
     from jaxllm.train import RunConfig
 
 
-PLAN_VALUES = ("--on", "--top", "--explain", "--save", "--json", "--tokens", "--hardware", "--calibrate", "--documents")
+PLAN_VALUES = (
+    "--on",
+    "--top",
+    "--explain",
+    "--save",
+    "--json",
+    "--html",
+    "--tokens",
+    "--hardware",
+    "--calibrate",
+    "--documents",
+)
 PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h")
 
 
@@ -47,6 +59,7 @@ def plan(argv: list[str]) -> int:
         explain: int | None = None,
         save: Path | None = None,
         json: Path | None = None,
+        html: Path | None = None,
         tokens: float | None = None,
         hardware: Path | None = None,
         calibrate: Path | None = None,
@@ -70,6 +83,8 @@ def plan(argv: list[str]) -> int:
             explain: number of a layout to show in full.
             save: recipe file (FILE.py) to write for the first layout, or for the explained one.
             json: JSON file to write the results to.
+            html: page to write about the compiled program of the explained layout: live bytes over the step on the
+                device and in its host's memory, timeline, roofline, collectives.
             tokens: number of training tokens, such as 15e12, to estimate time and cost for.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             calibrate: directory of a run on such devices, whose profile gives the achieved shares of the data sheet.
@@ -86,17 +101,21 @@ def plan(argv: list[str]) -> int:
         config = configure(find_recipe(recipe), settings, prog=f"jaxllm plan {recipe}")
         if top < 1 or (explain is not None and not 1 <= explain <= top):
             raise UsageError(f"--top {top} --explain {explain}: give --top of 1 or more, and --explain within it.")
+        if html is not None and (explain is None or not compile):
+            raise UsageError(f"--html {html} is of a layout's compiled program: give --explain N, and compile.")
         known = table.TABLE if hardware is None else table.read(hardware)
         if on.endswith(".toml"):
             from jaxllm.cli.commands.planning.plan_unequal import plan_unequal
 
             given = {"--calibrate": calibrate, "--documents": documents, "--tokens": tokens, "--as-is": as_is or None}
+            given["--html"] = html
             if unequal := [name for name, value in given.items() if value is not None]:
                 raise UsageError(f"{unequal[0]}: it is for equal devices (--on TOPOLOGY); leave it out for {on}.")
             return plan_unequal(config, Path(on), known, top=top, explain=explain, save=save, json=json)
         clusters = [Cluster.parse(name, known) for name in on.split(",")]
-        if save is not None and len(clusters) > 1:
-            raise UsageError(f"--save {save} needs a single topology, not --on {on}.")
+        for name, file in (("--save", save), ("--html", html)):
+            if file is not None and len(clusters) > 1:
+                raise UsageError(f"{name} {file} needs a single topology, not --on {on}.")
         batch = None if documents is None else DocumentBatch.drawn(read_lengths(documents), config)
         found, status = [], 0
         for number, cluster in enumerate(clusters):
@@ -107,7 +126,8 @@ def plan(argv: list[str]) -> int:
             if not layouts:
                 status = 1
                 continue
-            reports = _compiled(layouts, cluster, attained) if compile else []
+            pages = {explain: html} if html is not None else {}
+            reports = _compiled(layouts, cluster, attained, pages) if compile else []
             _shown(layouts, cluster, explain, tokens, save)
             for place, layout in enumerate(layouts):
                 report = reports[place] if place < len(reports) else None
@@ -170,8 +190,15 @@ def _layouts(
     return shown
 
 
-def _compiled(layouts: list[ParallelLayout], cluster: Cluster, calibration: Calibration) -> list[CompiledLayout | str]:
-    """Compiles layouts and prints the results: a report for each, or the reason why it does not fit."""
+def _compiled(
+    layouts: list[ParallelLayout], cluster: Cluster, calibration: Calibration, pages: Mapping[int | None, Path]
+) -> list[CompiledLayout | str]:
+    """Compiles layouts and prints the results: a report for each, or the reason why it does not fit.
+
+    Args:
+        layouts, cluster, calibration: what to compile, for which devices, at which attained rates.
+        pages: file for the page of a layout's program, by the layout's number.
+    """
     from jaxllm.plan import compiled_layout, plan_view
     from sharding.isolate import OutOfDeviceMemory
 
@@ -182,13 +209,16 @@ def _compiled(layouts: list[ParallelLayout], cluster: Cluster, calibration: Cali
     for number, layout in enumerate(layouts, 1):
         try:
             line = progress_line(f"{number} of {len(layouts)}: ")
-            out.append(compiled_layout.compile_layout(layout, cluster, line, calibration))
+            out.append(compiled_layout.compile_layout(layout, cluster, line, calibration, pages.get(number)))
         except OutOfDeviceMemory as error:
             print(f"\n{memory_overflow(layout.run, cluster.topology, error)}")
             out.append(f"{(error.need - error.limit) / 2**30:.2f} GiB too much")
     by = "the TPU compiler's cycles" if cluster.topology.platform == "tpu" else "roofline"
     print(f"\ncompiled; seconds by {by}, at the prediction's shares of the data sheet's rates")
     print(plan_view.compiled(list(zip(layouts, out, strict=True))))
+    for number, page in pages.items():
+        if number is not None and number <= len(out) and not isinstance(out[number - 1], str):
+            print(f"written: {page}")
     return out
 
 
