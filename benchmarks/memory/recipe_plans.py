@@ -173,8 +173,8 @@ def page(results: Path = RESULTS) -> str:
 
 
 def problems(own: dict) -> list[str]:
-    """What is wrong with a unit: over the limit, less than 95% of it used though something is computed again, or a
-    policy for all layers that fits and recomputes no more.
+    """Conditions that a unit does not meet: it is over the limit, or uses less than 95% of it though something is
+    computed again, or a policy for all layers fits and recomputes less.
     """
     chosen, budget = own["chosen"], own["budget"]
     bytes_, again = own["compiled"][chosen], own["recomputed"]

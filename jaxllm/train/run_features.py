@@ -204,7 +204,7 @@ FEATURES: dict[str, Feature] = {
     "selective recomputation": Feature(lambda run, _: run.model.remat not in ("none", "full"), _remat),
     "layerwise recomputation": Feature(lambda run, _: run.model.remat not in get_args(Remat), _remat),
     "offloaded or compact activations": Feature(
-        lambda run, _: any(name in run.model.remat for name in ("offload", "compact")), _remat
+        lambda run, _: any(name in run.model.remat for name in ("offload", "@host", "compact")), _remat
     ),
     "compact activations": Feature(lambda run, _: "compact" in run.model.remat, _remat),
     "ladder residual": Feature(

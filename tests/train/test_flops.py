@@ -104,7 +104,7 @@ def test_what_is_done_again_by_hand():
         {"moe": (4, 2, 32, True)},
         {"moe": (4, 2, 32, True, 24)},
         {"norms": "sandwich", "qk_norm": "all"},
-        {"norms": "post", "gated": False},
+        {"norms": "post", "gated": False, "clip": 0.5},
         {"latent": 24},
     ],
     ids=str,
@@ -113,14 +113,18 @@ def test_a_gradient_does_again_what_is_counted(kind):
     """Matmuls in the gradient of a scanned layer, with full recomputation, less those without any.
 
     A dense layer, a mixture, whose 4 x 2 x 2 rows fill their buffers, one with a shared expert; norms of queries, keys
-    and outputs, whose gradients read what a matmul computed; latent attention.
+    and outputs, and clipping, whose gradients read what a matmul computed; latent attention.
     """
     moe = kind.get("moe")
     embed, mlp, rows, seq_len = 64, 160, 4, 2
     config = tiny.decoder(
         dtype="float32", embed_dim=embed, heads=4, kv_heads=2, head_dim=16, mlp=mlp, layers=4, vocab_size=32, unroll=1,
-        **kind,
+        **{name: value for name, value in kind.items() if name != "clip"},
     )  # fmt: skip
+    if clip := kind.get("clip"):
+        (block,) = config.pattern
+        attention = dataclasses.replace(block.attention, clip=clip)
+        config = dataclasses.replace(config, pattern=(dataclasses.replace(block, attention=attention),))
 
     def counted(remat: str) -> int:
         model = functional(dataclasses.replace(config, remat=remat))

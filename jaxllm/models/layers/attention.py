@@ -156,6 +156,9 @@ class AttentionConfig(AttentionLayer):
             MatmulValue(f"{name}_proj", widths[name], embed_dim * widths[name], ()) for name in self.named_projections
         ]
         made = {one.name for one in before}
+        # Of variants with further projections, such as gates: their results have no name.
+        more = self.weight_macs(embed_dim) - embed_dim * (sum(widths.values()) + self.heads * self.value_dim)
+        before += [MatmulValue("projections", 0, more, ())] if more else []
         into = [
             MatmulValue(name, width, 0, (f"{name}_proj",))
             if f"{name}_proj" in made

@@ -22,7 +22,7 @@ Span = tuple[float, float]
 
 
 class StageOffload(NamedTuple):
-    """What one stage offloads.
+    """Activations that one stage offloads, and how many it holds.
 
     Attributes:
         moved: forward operations whose activations are offloaded.
