@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -10,6 +11,7 @@ import pytest
 from jaxllm import cli
 from jaxllm.compiler.aot import CompileReport
 from sharding.isolate import OutOfDeviceMemory
+from tests.compiler.test_aot import REPORT
 
 SMALL = ("--model.layers", "2", "--model.embed-dim", "64", "--data.seq-len", "32", "--data.batch-size", "8")
 
@@ -79,6 +81,27 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     assert (needed, there, over) == (40, 31, 9)
     assert "--accumulate" in said
     assert "--anyway" in said
+
+
+@pytest.mark.parametrize("over", [0, 2**30])
+def test_a_budget_chooses_what_of_the_optimizer_state_stays(monkeypatch, capsys, over):
+    """The small state has room on the device, as compiled too: the largest share is taken; or not as compiled."""
+    asked: list[float] = []
+
+    def compile_for(config, on, **_):
+        asked.append(config.host.persistent)
+        sizes = dict.fromkeys(("output_bytes", "alias_bytes", "temp_bytes", "code_bytes"), 0)
+        more = over if config.host.persistent else 0
+        return dataclasses.replace(REPORT, topology=on, argument_bytes=2**31 + more, **sizes)
+
+    monkeypatch.setattr("jaxllm.train.compile_step.compile_for", compile_for)
+    words = ["quickstart", "--on", "v5e:2x2", "--mesh", "fsdp=4", "--host.optimizer", *SMALL]
+    assert cli.main(["compile", *words, "--within", "2.5", "--host", "1"]) == 0
+    rows = re.findall(r"^(0\S*) .* chosen *$", capsys.readouterr().out, re.MULTILINE)
+    assert rows == ["0" if over else "0.9375"]
+    assert asked[-1] == float(rows[0])
+    assert asked[0] == 0
+    assert len(set(asked)) == (4 if over else 2), "three shares at most are compiled"
 
 
 @pytest.mark.drawn(0.3)

@@ -4,6 +4,13 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "persistent_state_of_the_layer_before",
+        "jaxllm/optim/streamed_state.py",
+        "joined(layer_row(fixed, number), here)",
+        "joined(layer_row(fixed, jnp.maximum(number - 1, 0)), here)",
+        ("tests/train/test_host.py::test_a_run_is_the_same",),
+    ),
+    Mutant(
         "adafactor_decay_swapped",
         "jaxllm/optim/adafactor.py",
         "return now * old + (1 - now) * square",

@@ -13,6 +13,13 @@ TIME = "jaxllm/plan/formulas/step_time.py"
 
 MUTANTS = [
     Mutant(
+        "copies_of_the_state_that_stays",
+        "jaxllm/plan/persistent_share.py",
+        "passes + streamed * host.seconds_per_byte",
+        "passes + stays * host.seconds_per_byte",
+        ("tests/plan/test_persistent_share.py::test_nothing_that_fits_is_faster",),
+    ),
+    Mutant(
         "bubble_is_a_share_of_busy_time",
         TIME,
         "    return busy * idle / (1 - idle)\n",
