@@ -30,6 +30,7 @@ class SlotCounts:
         loads: experts that were copied to the device.
         load_bytes: their bytes.
         rounds: passes over slots in which experts computed; one a layer and step if the slots suffice.
+        on_host: experts that the host's processor computed.
         predicted: experts that were loaded ahead of their use.
         predicted_hits: of them, those that the next step of that layer wanted.
     """
@@ -39,6 +40,7 @@ class SlotCounts:
     loads: int = 0
     load_bytes: int = 0
     rounds: int = 0
+    on_host: int = 0
     predicted: int = 0
     predicted_hits: int = 0
 
@@ -79,6 +81,16 @@ class ExpertSlots:
     def has(self, expert: int) -> bool:
         """Whether an expert is in a slot."""
         return bool(self.table[expert] < self.slots)
+
+    @property
+    def free(self) -> int:
+        """Number of slots that no expert has had yet."""
+        return self._expert.count(None)
+
+    @property
+    def first(self) -> int | None:
+        """The expert in the first slot."""
+        return self._expert[0]
 
     def rounds(self, wanted: Sequence[int]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
         """Rounds in which wanted experts compute: those that are there first, then as many as fit at a time.

@@ -1,8 +1,8 @@
 """Expert stage: runs a mixture layer whose experts are in slots, load by load.
 
 The program of such a layer is in three parts: up to the router's choice, which the host reads; the experts that are in
-slots, once for each round of loads; and the sum (EdgeMoE, arXiv:2308.14352). The rows of each expert are computed once,
-so slots change no result.
+slots, once for each round of loads; and the sum (EdgeMoE, arXiv:2308.14352). Meanwhile the host's processor computes
+those that ``expert_schedule`` leaves to it. The rows of each expert are computed once, so slots change no result.
 
 Legend: B replicas (1), T rows of the flat batch, A experts of a token, E experts, N slots, D embed.
 """
@@ -24,8 +24,10 @@ from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+from jaxllm.infer.streaming.expert_schedule import SCHEDULES, ExpertCosts
 from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_slots, wanted_experts
 from jaxllm.infer.streaming.host_experts import HostExperts, write_expert
+from jaxllm.infer.streaming.host_processor import HostProcessor, fastest
 from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
@@ -36,11 +38,17 @@ class MixtureParts:
     """Parts of block ``block`` of a repeat of ``segment``, as pure functions.
 
     Weights are those of the block; its experts' matrices are the N that are in slots.
+
+    Attributes:
+        step: the step.
+        segment, block: see above.
+        rest: shapes of the block's weights without experts.
     """
 
     step: StreamedStep
     segment: int
     block: int
+    rest: Any
 
     def _module(self, weights: Any, layer: Any) -> Any:
         return self.step.step.model.block(self.segment, self.block, weights, layer)
@@ -71,7 +79,7 @@ class MixtureParts:
 
     def experts(
         self,
-        weights: Any,
+        experts: Any,
         h: Float[Array, "B T D"],
         chosen: Int[Array, "B T A"],
         shares: Float[Array, "B T A"],
@@ -81,12 +89,24 @@ class MixtureParts:
         """Adds the outputs of experts in slots to a sum.
 
         Args:
+            experts: matrices of the experts in slots.
             table: slot of each expert that computes now; N for the others.
             total: the sum so far; None: nothing.
         """
         with sharding.use_rules(self.step.step.model.rules):
-            out, _ = self._module(weights, jnp.int32(0)).mlp.experts(h, table[chosen], shares, partial=True)
+            out, _ = self._experts(experts)(h, table[chosen], shares, partial=True)
         return out if total is None else total + out
+
+    def expert(self, expert: Any, rows: Float[Array, "n D"], weights: Float[Array, " n"]) -> Float[Array, "n D"]:
+        """Weighted outputs of one expert."""
+        with sharding.use_rules(self.step.step.model.rules):
+            first = jnp.zeros((1, rows.shape[0], 1), jnp.int32)
+            return self._experts(expert)(rows[None], first, weights[None, :, None])[0][0]
+
+    def _experts(self, experts: Any) -> Any:
+        """The experts' module with these matrices; the block's other weights, which it does not read, are zeros."""
+        rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.rest)
+        return self._module(with_experts(rest, experts), jnp.int32(0)).mlp.experts
 
     def join(
         self, weights: Any, x: Float[Array, "B T D"], h: Float[Array, "B T D"], total: Float[Array, "B T D"]
@@ -104,21 +124,61 @@ class MixtureParts:
             return block.mlp.routing(h).experts
 
 
+@dataclass(frozen=True)
+class RoutedLayer:
+    """A mixture layer of a step after its router.
+
+    Attributes:
+        unit, block: the layer.
+        made: what the names of its programs begin with.
+        weights: of the block, without experts.
+        x, h: the residual stream, and the layer's input.
+        chosen, shares: experts of each token, and their weights.
+        of_router: the router's shares of all experts.
+        guess: experts of the following layer by this one's stream; None: nobody has asked.
+        following: that layer.
+        tokens: rows of the flat batch that are of requests.
+    """
+
+    unit: Unit
+    block: str
+    made: str
+    weights: Any
+    x: Array
+    h: Array
+    chosen: Array
+    shares: Array
+    of_router: Array
+    guess: Array | None
+    following: tuple[Unit, str] | None
+    tokens: int
+
+
 class ExpertStage:
     """Slots of all mixture layers, and the programs that use them.
 
     Args:
         experts: experts on the host, by unit and block.
-        placement: number of slots, and who leaves.
+        placement: number of slots, who leaves, and who computes absent ones.
         place: sharding of the device.
+        most: most tokens of a step.
 
     Attributes:
         counts: what was wanted, found and loaded.
         slots: slots of each layer.
+        costs: seconds of an expert by names of programs, measured in the first step that runs them, or as given.
     """
 
-    def __init__(self, experts: Mapping[tuple[Unit, str], HostExperts], placement: WeightPlacement, place: Any):
+    def __init__(
+        self, experts: Mapping[tuple[Unit, str], HostExperts], placement: WeightPlacement, place: Any, most: int
+    ):
         self._experts, self._place, self._prefetch = experts, place, placement.prefetch
+        self._schedule, self._given_costs = SCHEDULES[placement.absent], placement.expert_costs
+        self.costs = dict[str, ExpertCosts]()
+        self._host = None if placement.absent == "load" else HostProcessor(most)
+        if self._host is not None:
+            for own in experts.values():
+                own.each = list(map(self._host.put, own.each))
         many = placement.expert_slots
         self.counts = SlotCounts()
         self.slots = {key: ExpertSlots(len(own), many, placement.eviction) for key, own in experts.items()}
@@ -137,7 +197,7 @@ class ExpertStage:
 
     def with_slots(self, unit: Unit, block: str, weights: Any) -> Any:
         """Weights of a block with its slots in the place of the experts."""
-        return weights | {"mlp": weights["mlp"] | {"experts": self._buffers[unit, block]}}
+        return with_experts(weights, self._buffers[unit, block])
 
     def write_programs(self) -> list[EngineProgram]:
         """Programs that write an expert into a slot, one for each shape of experts and each number of bits."""
@@ -162,10 +222,10 @@ class ExpertStage:
             abstract: shapes of "params", "weights" of the block without experts, "pools", "batch" and "hidden".
             key: see ``EngineProgram``.
         """
-        parts = MixtureParts(step, segment, int(block))
+        parts = MixtureParts(step, segment, int(block), abstract["weights"])
         unit = next(unit for unit, b in self._experts if unit.segment == segment and b == block)
         slots = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[unit, block])
-        weights = abstract["weights"] | {"mlp": abstract["weights"]["mlp"] | {"experts": slots}}
+        weights = with_experts(abstract["weights"], slots)
         routed = {
             "params": abstract["params"], "weights": weights, "pools": abstract["pools"], "batch": abstract["batch"],
             "hidden": abstract["hidden"], "layer": self._abstract((), np.int32),
@@ -174,7 +234,7 @@ class ExpertStage:
             lambda a: self._abstract(a.shape, a.dtype), jax.eval_shape(parts.route, *routed.values())
         )
         table = self._abstract(self.slots[unit, block].table.shape, np.int32)
-        first = {"weights": weights, "h": h, "chosen": chosen, "shares": shares, "table": table}
+        first = {"experts": slots, "h": h, "chosen": chosen, "shares": shares, "table": table}
         made = f"{name}-layers-{segment}-{block}"
         joined = {"weights": weights, "x": x, "h": h, "total": h}
         programs = [
@@ -185,9 +245,15 @@ class ExpertStage:
         ]
         if self._prefetch:
             programs.append(EngineProgram(f"{made}-predict", parts.predict, {"weights": weights, "x": x}, (), key))
+        if self._host is not None:
+            programs.append(EngineProgram(f"{made}-add", jnp.add, {"total": h, "other": h}, ("total",), key))
+            every = [
+                one for (u, b), own in self._experts.items() for one in own.each if (u.segment, b) == (segment, block)
+            ]
+            programs += self._host.programs(f"{segment}-{block}", parts.expert, every, h.shape[-1], h.dtype, key)
         return programs
 
-    def run(
+    def route(
         self,
         programs: Mapping[str, Any],
         name: str,
@@ -197,8 +263,8 @@ class ExpertStage:
         given: tuple[Any, Any, Any, Any, Any],
         tokens: int,
         following: tuple[Unit, str, Any] | None,
-    ) -> tuple[Pools, Array]:
-        """Runs a mixture layer.
+    ) -> tuple[Pools, RoutedLayer]:
+        """Runs a mixture layer up to its router.
 
         Args:
             programs: compiled programs by name.
@@ -210,39 +276,104 @@ class ExpertStage:
             following: unit, block and weights of the next mixture layer, if they are on the device.
 
         Returns:
-            the pools and the hidden states.
+            the pools, and what ``compute`` takes.
         """
         params, weights, pools, batch, hidden = given
-        made, key = f"{name}-layers-{unit.segment}-{block}", (unit, block)
-        slots = self.slots[key]
-        own = functools.partial(self.with_slots, unit, block, weights)
-        pools, x, h, chosen, shares, of_router = programs[f"{made}-route"](params, own(), pools, batch, hidden, layer)
-        guess = None
+        made = f"{name}-layers-{unit.segment}-{block}"
+        own = self.with_slots(unit, block, weights)
+        pools, x, h, chosen, shares, of_router = programs[f"{made}-route"](params, own, pools, batch, hidden, layer)
+        guess, after = None, None
         if self._prefetch and following is not None:
             to, b, next_weights = following
-            guess = programs[f"{name}-layers-{to.segment}-{b}-predict"](self.with_slots(to, b, next_weights), x)
+            guess, after = (
+                programs[f"{name}-layers-{to.segment}-{b}-predict"](self.with_slots(to, b, next_weights), x),
+                (to, b),
+            )
             guess.copy_to_host_async()
-        numbers = np.asarray(chosen)[0]
-        wanted = wanted_experts(numbers, tokens)
+        routed = RoutedLayer(unit, block, made, weights, x, h, chosen, shares, of_router, guess, after, tokens)
+        return pools, routed
+
+    def compute(self, programs: Mapping[str, Any], routed: RoutedLayer) -> Array:
+        """The hidden states after a mixture layer: runs its experts, and loads those that the next one is to want."""
+        key, made, h = (routed.unit, routed.block), routed.made, routed.h
+        slots = self.slots[key]
+        numbers = np.asarray(routed.chosen)[0]
+        wanted = wanted_experts(numbers, routed.tokens)
         if slots.eviction == "score":
-            slots.see(np.asarray(of_router)[0, :tokens].mean(axis=0))
+            slots.see(np.asarray(routed.of_router)[0, : routed.tokens].mean(axis=0))
         self._count(key, wanted)
+        on_host = self._on_host(programs, routed, wanted, numbers)
         total = None
-        for some, loads in slots.rounds(wanted):
+        for some, loads in slots.rounds([expert for expert in wanted if expert not in on_host]):
             for expert, slot in loads:
                 self._load(programs, key, expert, slot)
             table = np.full_like(slots.table, slots.slots)
             table[some] = slots.table[some]
-            here = jax.device_put(table, self._place)
-            if total is None:
-                total = programs[f"{made}-first"](own(), h, chosen, shares, here)
-            else:
-                total = programs[f"{made}-more"](own(), h, chosen, shares, here, total)
+            given = self._buffers[key], h, routed.chosen, routed.shares, jax.device_put(table, self._place)
+            total = programs[f"{made}-first"](*given) if total is None else programs[f"{made}-more"](*given, total)
             self.counts.rounds += 1
-        hidden = programs[f"{made}-join"](own(), x, h, total)
-        if guess is not None and following is not None:
-            self._load_ahead(programs, following[:2], wanted_experts(np.asarray(guess)[0], tokens))
-        return pools, hidden
+        if on_host:
+            other = self._by_host(programs, routed, on_host, numbers)
+            total = other if total is None else programs[f"{made}-add"](total, other)
+        own = self.with_slots(*key, routed.weights)
+        hidden = programs[f"{made}-join"](own, routed.x, h, total)
+        if routed.guess is not None and routed.following is not None:
+            self._load_ahead(programs, routed.following, wanted_experts(np.asarray(routed.guess)[0], routed.tokens))
+        return hidden
+
+    def _on_host(
+        self, programs: Mapping[str, Any], routed: RoutedLayer, wanted: list[int], numbers: Int[np.ndarray, "T A"]
+    ) -> set[int]:
+        """Wanted experts that the host's processor computes. Free slots are filled first, whatever that costs."""
+        if self._host is None:
+            return set()
+        slots = self.slots[routed.unit, routed.block]
+        many = np.bincount(numbers[: routed.tokens].reshape(-1), minlength=len(slots.table))
+        rows = {expert: int(many[expert]) for expert in wanted}
+        here = [expert for expert in wanted if slots.has(expert)]
+        here += [expert for expert in wanted if not slots.has(expert)][: slots.free]
+        return self._schedule(rows, here, self._costs(programs, routed))
+
+    def _by_host(
+        self, programs: Mapping[str, Any], routed: RoutedLayer, experts: set[int], numbers: Int[np.ndarray, "T A"]
+    ) -> Array:
+        """Sum of the outputs of experts that the host's processor computes, on the device."""
+        assert self._host is not None
+        key, n = (routed.unit, routed.block), routed.tokens
+        h, shares = np.asarray(routed.h)[0], np.asarray(routed.shares)[0]
+        contents = {expert: self._experts[key].each[expert] for expert in sorted(experts)}
+        out = np.zeros_like(h)
+        out[:n] = self._host.run(programs, _kind(key), contents, h[:n], numbers[:n], shares[:n])
+        self.counts.on_host += len(experts)
+        return jax.device_put(out[None], self._place)
+
+    def _costs(self, programs: Mapping[str, Any], routed: RoutedLayer) -> ExpertCosts:
+        """Seconds of an expert of a layer in steps of this shape, measured once for all layers of the kind."""
+        if self._given_costs is not None:
+            return self._given_costs
+        key, made = (routed.unit, routed.block), routed.made
+        if made not in self.costs:
+            assert self._host is not None
+            slots = self.slots[key].slots
+            content = self._experts[key].each[self.slots[key].first or 0]  # what is there is written once more
+            write, zero = programs[_write_name(self._buffers[key], content)], jax.device_put(np.int32(0), self._place)
+            table = np.full_like(self.slots[key].table, slots)
+            table[:slots] = np.arange(slots)
+            spread = (np.arange(routed.chosen.size) % slots).reshape(routed.chosen.shape).astype(np.int32)
+            here, spread = jax.device_put((table, spread), self._place)
+
+            def load() -> None:
+                sent = jax.device_put(content, self._place)
+                self._buffers[key] = jax.block_until_ready(write(self._buffers[key], zero, sent))
+
+            def compute() -> None:
+                given = self._buffers[key], routed.h, spread, routed.shares, here
+                jax.block_until_ready(programs[f"{made}-first"](*given))
+
+            of_load, of_slots = fastest(load), fastest(compute)
+            of_host = self._host.seconds(programs, _kind(key), content, np.asarray(routed.h)[0])
+            self.costs[made] = ExpertCosts(of_load, of_slots / slots, self._host.rows, of_host)
+        return self.costs[made]
 
     def _count(self, key: tuple[Unit, str], wanted: list[int]) -> None:
         hits = sum(self.slots[key].has(expert) for expert in wanted)
@@ -268,6 +399,15 @@ class ExpertStage:
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+
+def with_experts(weights: Any, experts: Any) -> Any:
+    """Weights of a block with these matrices of its experts."""
+    return weights | {"mlp": weights["mlp"] | {"experts": experts}}
+
+
+def _kind(key: tuple[Unit, str]) -> str:
+    return f"{key[0].segment}-{key[1]}"
 
 
 def _write_name(slots: Any, content: Any) -> str:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxllm.infer.streaming.expert_schedule import SCHEDULES, AbsentExperts
 from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
 
-USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
+USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
+USAGE += f"absent={'|'.join(SCHEDULES)}"
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
@@ -31,6 +33,7 @@ class OffloadBudget:
         experts: experts of each mixture layer on the device, see ``WeightPlacement``; the others are on the host, and
             the bytes above are of the rest of the layers. 0: experts go with their layers.
         evict: which expert leaves.
+        absent: who computes experts that are in no slot, see ``WeightPlacement``.
     """
 
     window: int = 2
@@ -40,6 +43,7 @@ class OffloadBudget:
     loaders: int = 2
     experts: int = 0
     evict: Eviction = "lru"
+    absent: AbsentExperts = "load"
 
     @classmethod
     def parse(cls, text: str, *, limits: bool = False) -> OffloadBudget:
@@ -61,7 +65,7 @@ class OffloadBudget:
                 found[name] = int(value)
             elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
-            elif name == "evict" and value in ("lru", "score"):
+            elif value in {"evict": ("lru", "score"), "absent": SCHEDULES}.get(name, ()):
                 found[name] = value
             elif name == "disk" and value:
                 found[name] = Path(value)
@@ -69,6 +73,8 @@ class OffloadBudget:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
         if "host" in found and "disk" not in found and not limits:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
+        if "absent" in found and "experts" not in found:
+            raise ValueError(f"{text!r} says what becomes of absent experts; give experts=SLOTS too.")
         if "disk" in found:
             found.setdefault("host", 0)
         return cls(**found)  # type: ignore[arg-type]
@@ -79,7 +85,9 @@ class OffloadBudget:
         parts += [] if self.host is None else [f"host={self.host}B"]
         parts += [] if self.disk is None else [f"disk={self.disk}"]
         parts.append(f"loaders={self.loaders}")
-        return ",".join(parts + ([f"experts={self.experts}", f"evict={self.evict}"] if self.experts else []))
+        if self.experts:
+            parts += [f"experts={self.experts}", f"evict={self.evict}", f"absent={self.absent}"]
+        return ",".join(parts)
 
     def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:
         """Places units of these sizes, in order.
@@ -91,8 +99,9 @@ class OffloadBudget:
         others = spread(unit_bytes, on_device)[1]
         on_host = None if self.host is None else _most(others, self.host)
         return WeightPlacement(
-            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict
-        )
+            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
+            absent=self.absent,
+        )  # fmt: skip
 
 
 def _most(sizes: Sequence[int], room: int) -> int:

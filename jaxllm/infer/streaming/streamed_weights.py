@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxllm.infer.streaming.expert_schedule import SCHEDULES, AbsentExperts, ExpertCosts
 from jaxllm.infer.streaming.expert_slots import Eviction
 from jaxllm.infer.streaming.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import (
@@ -44,6 +45,10 @@ class WeightPlacement:
             rest of the layers then. 0: experts go with their layers.
         eviction: which expert leaves, see ``ExpertSlots``.
         prefetch: experts that the next layer's router would choose now are loaded ahead.
+        absent: wanted experts that are in no slot: their weights are copied to slots ("load"); the host's processor
+            computes them ("host"); or whichever costs less, for each alone ("by_cost") or for all experts of the layer
+            together ("schedule"), see ``expert_schedule``.
+        expert_costs: what those cost; None: it is measured in the first steps.
     """
 
     window: int = 2
@@ -54,8 +59,14 @@ class WeightPlacement:
     expert_slots: int = 0
     eviction: Eviction = "lru"
     prefetch: bool = True
+    absent: AbsentExperts = "load"
+    expert_costs: ExpertCosts | None = None
 
     def __post_init__(self) -> None:
+        if self.absent not in SCHEDULES:
+            raise ValueError(f"absent experts = {self.absent!r}; legal: {', '.join(map(repr, SCHEDULES))}.")
+        if self.absent != "load" and not self.expert_slots:
+            raise ValueError(f"absent experts = {self.absent!r} is for experts in slots; give a number of slots too.")
         if self.window < 1 or self.loaders < 1 or self.device_units < 0 or (self.host_units or 0) < 0:
             raise ValueError(
                 f"placement of weights: window = {self.window}, loaders = {self.loaders}, device_units = "
