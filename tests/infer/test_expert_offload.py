@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxllm.infer.streaming.expert_schedule import ExpertCosts, always, by_cost, never, schedule
-from jaxllm.infer.streaming.expert_stage import ExpertStage
+from jaxllm.infer import SamplingParams
+from jaxllm.infer.runner.runner_protocol import StepFailedError
+from jaxllm.infer.streaming.experts.expert_schedule import ExpertCosts, always, by_cost, never, schedule
+from jaxllm.infer.streaming.experts.expert_stage import ExpertStage
 from jaxllm.infer.streaming.fit_request import FitRequest
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
@@ -70,17 +74,90 @@ def test_costs_are_measured_in_the_first_step(rng):
         assert np.sum(slots.table < slots.slots) == slots.slots
 
 
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize(
+    ("model", "host_bytes", "absent"),
+    [("mixtral", 0, "load"), ("gpt_oss", 5000, "load"), ("deepseek_v3", 4000, "host")],
+)
+def test_experts_in_files_are_resident_experts(model, host_bytes, absent, rng, float64, tmp_path):
+    """The host keeps no more than its bytes; the files are found again."""
+    config = engines.ENGINES["tight, recompute"]
+    placement = WeightPlacement(
+        1, 1, 0, tmp_path, expert_slots=2, expert_host_bytes=host_bytes, absent=absent, expert_costs=COSTS
+    )
+    engine = engines.build(config, model, "float64", placement=placement)
+    requests = engines.traffic(rng, config, 4)
+    assert engines.error(model, "float64", engines.serve(engine, requests)) <= 1e-10
+    stage = stage_of(engine)
+    (files,) = stage.files
+    counts, seen = stage.counts, files.counts
+    assert counts.loads == counts.wanted - counts.hits - counts.on_host + counts.predicted
+    pending = sum(map(len, stage._reads_ahead.values()))
+    # Experts that are computed by the host are read for each step, and the costs are given.
+    assert counts.loads + counts.on_host <= seen.reads + seen.from_host <= counts.loads + counts.on_host + pending
+    assert files.held_bytes <= host_bytes
+    assert (seen.from_host > 0) == (host_bytes > 0)
+    assert engine.runner.counters()["expert_reads_disk"] == seen.reads  # type: ignore[attr-defined]
+    engine.runner.close()  # type: ignore[attr-defined]
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("experts-*/*.bin")}
+    assert len(written) == len(stage.slots)
+    next(iter(written)).write_bytes(b"other")
+    again = engines.build(config, model, "float64", placement=placement)
+    assert engines.error(model, "float64", engines.serve(again, requests[:1])) <= 1e-10
+    same = [path.stat().st_mtime_ns == time for path, time in written.items()]
+    assert same == [False, *[True] * (len(written) - 1)]
+
+
+@pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
+def test_an_expert_that_cannot_be_read_ends_the_requests_of_its_step(damage, tmp_path, float64):
+    """By name; with the file back the engine says what it said before, and no slot holds what never came."""
+    placement = WeightPlacement(1, 9, expert_slots=1, disk=tmp_path, host_units=0, expert_host_bytes=0)
+    engine = engines.build(engines.ENGINES["roomy"], "mixtral", "float64", placement=placement)
+    params = SamplingParams(max_tokens=6, temperature=0.0, seed=1)
+    want = engines.serve(engine, [{"prompt": [5, 6, 7], "params": params}])[0].sequences[0].tokens
+    stage, file = stage_of(engine), sorted(tmp_path.glob("experts-*/*.bin"))[1]
+    good, stat = file.read_bytes(), file.stat()
+    for own in stage._experts.values():
+        own._checked.clear()  # type: ignore[union-attr]
+    if damage == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(good[::-1])
+        if damage == "bits":
+            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    request = engine.submit([5, 6, 7], params, salt="new")
+    while engine.busy:
+        engine.step()
+    said = {"changed": "was changed", "bits": "checksum differs", "removed": "cannot be read"}[damage]
+    assert isinstance(request.failure, StepFailedError)
+    assert re.search(rf"{file.name} \(layer 1, expert [0-3]\).*{said}", str(request.failure))
+    assert stage.counts.failures >= 1
+    file.write_bytes(good)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = engine.submit([5, 6, 7], params, salt="new")
+    while engine.busy:
+        engine.step()
+    assert again.sequences[0].tokens == want
+
+
 def test_experts_elsewhere_are_refused_by_name():
-    for text, said in (("absent=host", "experts=SLOTS"), ("experts=2,absent=never", "absent=load")):
+    for text, said in (
+        ("absent=host", "experts=SLOTS"),
+        ("experts=1,experts_host=1GiB", "disk=DIR"),
+        ("experts=2,absent=never", "absent=load"),
+    ):
         with pytest.raises(ValueError, match=said):
             OffloadBudget.parse(text)
     with pytest.raises(ValueError, match="whole layers"):
         FitRequest.parse("fit,absent=host")
-    budget = OffloadBudget.parse("device=1GiB,experts=2,absent=schedule")
+    budget = OffloadBudget.parse("device=1GiB,disk=d,experts=2,experts_host=1MiB,absent=schedule")
     assert OffloadBudget.parse(str(budget)) == budget
     assert budget.placement([1, 1]).absent == "schedule"
+    assert budget.placement([1, 1]).expert_host_bytes == 2**20
     with pytest.raises(ValueError, match="a number of slots"):
         WeightPlacement(absent="host")
+    with pytest.raises(ValueError, match="a directory as disk"):
+        WeightPlacement(expert_slots=1, expert_host_bytes=0)
     with pytest.raises(ValueError, match="as many"):
         ExpertCosts(1.0, 1.0, (1, 2), (1.0,))
     with pytest.raises(ValueError, match="0 or more"):

@@ -17,7 +17,7 @@ from jaxllm.convert.source_layers import SourceLayers
 from jaxllm.hub import load_hf, open_source
 from jaxllm.hub.families.config_json import config_json
 from jaxllm.hub.huggingface import HubModel, export_hf, load_tensors, read_model
-from jaxllm.infer.streaming.host_experts import HostExperts, in_fewest_bits, write_expert
+from jaxllm.infer.streaming.experts.host_experts import HostExperts, in_fewest_bits, write_expert
 from jaxllm.infer.streaming.layer_store import WithoutExperts, units_of
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement

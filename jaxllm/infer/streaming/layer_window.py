@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.infer.streaming.layer_store import LayerStore, Unit, WeightsUnavailableError
+from jaxllm.infer.streaming.layer_store import LayerStore, Unit
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 
 
 @dataclass

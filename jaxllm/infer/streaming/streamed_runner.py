@@ -20,10 +20,11 @@ from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step.step_shape import StepShape
-from jaxllm.infer.streaming.expert_stage import ExpertStage
-from jaxllm.infer.streaming.layer_store import Unit, WeightsUnavailableError
+from jaxllm.infer.streaming.experts.expert_stage import ExpertStage
+from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import batch_dependent_formats
 
@@ -212,6 +213,11 @@ class StreamedRunner(ModelRunner):
             found |= {"experts_wanted": of.wanted, "expert_hits": of.hits, "expert_loads": of.loads}
             found |= {"expert_load_bytes": of.load_bytes, "expert_predictions": of.predicted}
             found |= {"expert_prediction_hits": of.predicted_hits, "experts_on_host": of.on_host}
+            found["expert_read_failures"] = of.failures
+            for files in self.experts.files:
+                seen = files.counts
+                found |= {"expert_reads_disk": seen.reads, "expert_read_bytes_disk": seen.read_bytes}
+                found["expert_reads_host"] = seen.from_host
         return found
 
     def swap(self, params: Any) -> None:
@@ -225,6 +231,8 @@ class StreamedRunner(ModelRunner):
     def close(self) -> None:
         """Ends the threads that read layers."""
         self.window.close()
+        if self.experts is not None:
+            self.experts.close()
 
 
 def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> None:

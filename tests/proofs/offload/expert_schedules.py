@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from jaxllm.infer.streaming.expert_schedule import SCHEDULES, ExpertCosts
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, ExpertCosts
 from tests.proofs.harness import proof
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm.infer import EngineConfig
-from jaxllm.infer.streaming.expert_schedule import SCHEDULES
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.infer.streaming.tier_rates import TierRates
@@ -84,7 +84,8 @@ def check_window(engine: Any, placement: WeightPlacement) -> None:
 def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
     """Random traffic over mixtures with any number of expert slots, either eviction, with and without prefetch.
 
-    Absent experts are loaded, or the host's processor computes them, by any of the choices, with measured costs.
+    They wait on the host, or in files with some of them on the host. Absent experts are loaded, or the host's processor
+    computes them, by any of the choices, with measured costs.
     """
     rng = np.random.default_rng(seed)
     model, way = str(rng.choice(MIXTURES)), str(rng.choice(WAYS))
@@ -100,6 +101,8 @@ def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
             prefetch=bool(rng.random() < 0.5),
             absent="load" if way == "invariant" else str(rng.choice(list(SCHEDULES))),  # type: ignore[arg-type]
         )
+        if placement.disk is not None and rng.random() < 0.7:
+            placement = dataclasses.replace(placement, expert_host_bytes=int(rng.choice([0, 5000, 20000])))
         engine = engines.build(config, model, "float64", placement=placement)
         counter = Compilations()
         requests = engines.traffic(rng, config, 5)

@@ -10,7 +10,9 @@ Legend: B replicas (1), T rows of the flat batch, A experts of a token, E expert
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +26,15 @@ from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
-from jaxllm.infer.streaming.expert_schedule import SCHEDULES, ExpertCosts
-from jaxllm.infer.streaming.expert_slots import ExpertSlots, SlotCounts, empty_slots, wanted_experts
-from jaxllm.infer.streaming.host_experts import HostExperts, write_expert
-from jaxllm.infer.streaming.host_processor import HostProcessor, fastest
+from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, ExpertCosts
+from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots, SlotCounts, empty_slots, wanted_experts
+from jaxllm.infer.streaming.experts.host_experts import HostExperts, write_expert
+from jaxllm.infer.streaming.experts.host_processor import HostProcessor, fastest
 from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +162,7 @@ class ExpertStage:
     """Slots of all mixture layers, and the programs that use them.
 
     Args:
-        experts: experts on the host, by unit and block.
+        experts: experts on the host or in files, by unit and block.
         placement: number of slots, who leaves, and who computes absent ones.
         place: sharding of the device.
         most: most tokens of a step.
@@ -166,11 +170,16 @@ class ExpertStage:
     Attributes:
         counts: what was wanted, found and loaded.
         slots: slots of each layer.
+        files: files of experts, if there are some.
         costs: seconds of an expert by names of programs, measured in the first step that runs them, or as given.
     """
 
     def __init__(
-        self, experts: Mapping[tuple[Unit, str], HostExperts], placement: WeightPlacement, place: Any, most: int
+        self,
+        experts: Mapping[tuple[Unit, str], HostExperts | FileExperts],
+        placement: WeightPlacement,
+        place: Any,
+        most: int,
     ):
         self._experts, self._place, self._prefetch = experts, place, placement.prefetch
         self._schedule, self._given_costs = SCHEDULES[placement.absent], placement.expert_costs
@@ -178,7 +187,16 @@ class ExpertStage:
         self._host = None if placement.absent == "load" else HostProcessor(most)
         if self._host is not None:
             for own in experts.values():
-                own.each = list(map(self._host.put, own.each))
+                if isinstance(own, HostExperts):
+                    own.each = list(map(self._host.put, own.each))
+        self.files: list[ExpertFiles] = []
+        for own in experts.values():
+            if isinstance(own, FileExperts) and own.files not in self.files:
+                self.files.append(own.files)
+        self._loaders = placement.loaders
+        self._readers = ThreadPoolExecutor(placement.loaders, "experts")
+        weakref.finalize(self, self._readers.shutdown, wait=False, cancel_futures=True)
+        self._reads_ahead = dict[tuple[Unit, str], list[tuple[int, int, Future[Any]]]]()
         many = placement.expert_slots
         self.counts = SlotCounts()
         self.slots = {key: ExpertSlots(len(own), many, placement.eviction) for key, own in experts.items()}
@@ -204,7 +222,7 @@ class ExpertStage:
         found: dict[str, EngineProgram] = {}
         for key, own in self._experts.items():
             slots = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[key])
-            for expert in own.each:
+            for expert in own.shapes:
                 if (name := _write_name(self._buffers[key], expert)) not in found:
                     content = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), expert)
                     arguments = {"slots": slots, "number": self._abstract((), np.int32), "content": content}
@@ -248,7 +266,7 @@ class ExpertStage:
         if self._host is not None:
             programs.append(EngineProgram(f"{made}-add", jnp.add, {"total": h, "other": h}, ("total",), key))
             every = [
-                one for (u, b), own in self._experts.items() for one in own.each if (u.segment, b) == (segment, block)
+                one for (u, b), own in self._experts.items() for one in own.shapes if (u.segment, b) == (segment, block)
             ]
             programs += self._host.programs(f"{segment}-{block}", parts.expert, every, h.shape[-1], h.dtype, key)
         return programs
@@ -301,12 +319,12 @@ class ExpertStage:
         wanted = wanted_experts(numbers, routed.tokens)
         if slots.eviction == "score":
             slots.see(np.asarray(routed.of_router)[0, : routed.tokens].mean(axis=0))
+        self._finish_ahead(programs, key)
         self._count(key, wanted)
         on_host = self._on_host(programs, routed, wanted, numbers)
         total = None
         for some, loads in slots.rounds([expert for expert in wanted if expert not in on_host]):
-            for expert, slot in loads:
-                self._load(programs, key, expert, slot)
+            self._load(programs, key, loads)
             table = np.full_like(slots.table, slots.slots)
             table[some] = slots.table[some]
             given = self._buffers[key], h, routed.chosen, routed.shares, jax.device_put(table, self._place)
@@ -341,9 +359,11 @@ class ExpertStage:
         assert self._host is not None
         key, n = (routed.unit, routed.block), routed.tokens
         h, shares = np.asarray(routed.h)[0], np.asarray(routed.shares)[0]
-        contents = {expert: self._experts[key].each[expert] for expert in sorted(experts)}
-        out = np.zeros_like(h)
-        out[:n] = self._host.run(programs, _kind(key), contents, h[:n], numbers[:n], shares[:n])
+        out, left = np.zeros_like(h), sorted(experts)
+        while left:  # no more at a time than threads read, which the host has memory for
+            some, left = left[: self._loaders], left[self._loaders :]
+            contents = {expert: read.result() for expert, read in zip(some, self._reads(key, some), strict=True)}
+            out[:n] += self._host.run(programs, _kind(key), contents, h[:n], numbers[:n], shares[:n])
         self.counts.on_host += len(experts)
         return jax.device_put(out[None], self._place)
 
@@ -355,7 +375,7 @@ class ExpertStage:
         if made not in self.costs:
             assert self._host is not None
             slots = self.slots[key].slots
-            content = self._experts[key].each[self.slots[key].first or 0]  # what is there is written once more
+            content = self._experts[key].read(self.slots[key].first or 0)  # what is there is written once more
             write, zero = programs[_write_name(self._buffers[key], content)], jax.device_put(np.int32(0), self._place)
             table = np.full_like(self.slots[key].table, slots)
             table[:slots] = np.arange(slots)
@@ -381,21 +401,63 @@ class ExpertStage:
         self.counts.hits += hits
         self.counts.predicted_hits += len(self._ahead.pop(key, set()).intersection(wanted))
 
-    def _load(self, programs: Mapping[str, Any], key: tuple[Unit, str], expert: int, slot: int) -> None:
-        content = jax.device_put(self._experts[key].each[expert], self._place)
+    def _reads(self, key: tuple[Unit, str], experts: Sequence[int]) -> list[Future[Any]]:
+        """Experts that threads read; those in the host's memory are there at once."""
+        own, found = self._experts[key], list[Future[Any]]()
+        for expert in experts:
+            if own.tier == "disk":
+                found.append(self._readers.submit(own.read, expert))
+            else:
+                found.append(Future())
+                found[-1].set_result(own.read(expert))
+        return found
+
+    def _load(self, programs: Mapping[str, Any], key: tuple[Unit, str], loads: Sequence[tuple[int, int]]) -> None:
+        """Loads experts into slots that they have been given; frees those of experts that cannot be read."""
+        reads = self._reads(key, [expert for expert, _ in loads])
+        for at, ((_, slot), read) in enumerate(zip(loads, reads, strict=True)):
+            try:
+                content = read.result()
+            except BaseException as error:
+                self.counts.failures += isinstance(error, WeightsUnavailableError)
+                for expert, _ in loads[at:]:
+                    self.slots[key].forget(expert)
+                raise
+            self._write(programs, key, slot, content)
+
+    def _write(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
+        content = jax.device_put(content, self._place)
         number = jax.device_put(np.int32(slot), self._place)
         self._buffers[key] = programs[_write_name(self._buffers[key], content)](self._buffers[key], number, content)
         self.counts.loads += 1
         self.counts.load_bytes += sum(x.nbytes for x in jax.tree.leaves(content))
 
     def _load_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str], guess: list[int]) -> None:
-        slots, loaded = self.slots[key], set[int]()
+        """Begins to load experts that a layer is to want; those in files are written to slots when they are read."""
+        slots, given = self.slots[key], list[tuple[int, int]]()
         for expert in guess[: slots.slots]:
             if (slot := slots.ahead(expert, keep=guess[: slots.slots])) is not None:
-                self._load(programs, key, expert, slot)
-                loaded.add(expert)
-        self._ahead[key] = loaded
-        self.counts.predicted += len(loaded)
+                given.append((expert, slot))
+        reads = self._reads(key, [expert for expert, _ in given])
+        self._ahead[key] = {expert for expert, _ in given}
+        self._reads_ahead[key] = [(expert, slot, read) for (expert, slot), read in zip(given, reads, strict=True)]
+        if self._experts[key].tier == "host":
+            self._finish_ahead(programs, key)
+
+    def _finish_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str]) -> None:
+        """Writes what was read ahead into slots. What cannot be read is not there, and read again if it is wanted."""
+        for expert, slot, read in self._reads_ahead.pop(key, []):
+            try:
+                self._write(programs, key, slot, read.result())
+                self.counts.predicted += 1
+            except WeightsUnavailableError:
+                self.counts.failures += 1
+                self._ahead[key].discard(expert)
+                self.slots[key].forget(expert)
+
+    def close(self) -> None:
+        """Ends the threads that read experts."""
+        self._readers.shutdown(cancel_futures=True)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)

@@ -31,6 +31,7 @@ class SlotCounts:
         load_bytes: their bytes.
         rounds: passes over slots in which experts computed; one a layer and step if the slots suffice.
         on_host: experts that the host's processor computed.
+        failures: experts that could not be read from their files.
         predicted: experts that were loaded ahead of their use.
         predicted_hits: of them, those that the next step of that layer wanted.
     """
@@ -41,6 +42,7 @@ class SlotCounts:
     load_bytes: int = 0
     rounds: int = 0
     on_host: int = 0
+    failures: int = 0
     predicted: int = 0
     predicted_hits: int = 0
 
@@ -115,6 +117,11 @@ class ExpertSlots:
         if self.has(expert) or (None not in self._expert and all(e in keep for e in self._expert)):
             return None
         return self._place(expert, keep=[*keep, expert])
+
+    def forget(self, expert: int) -> None:
+        """Frees the slot of an expert that has not come."""
+        self._expert[int(self.table[expert])] = None
+        self.table[expert] = self.slots
 
     def _use(self, experts: Sequence[int]) -> None:
         self._time += 1

@@ -7,6 +7,7 @@ them back. So an expert of few bits takes less host memory, and is copied faster
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,10 @@ class HostExperts:
     Attributes:
         whole: shapes and formats of one expert in a slot, [1, ...].
         each: the experts, [1, ...] arrays, some with codes of fewer bits than ``whole``.
+        tier: "host".
     """
+
+    tier = "host"
 
     def __init__(self, experts: Any):
         many = jax.tree.leaves(experts)[0].shape[0]
@@ -42,6 +46,15 @@ class HostExperts:
 
     def __len__(self) -> int:
         return len(self.each)
+
+    @property
+    def shapes(self) -> Sequence[Any]:
+        """The experts, of which programs take the shapes."""
+        return self.each
+
+    def read(self, expert: int) -> Any:
+        """Arrays of an expert, [1, ...]."""
+        return self.each[expert]
 
     @property
     def nbytes(self) -> int:
