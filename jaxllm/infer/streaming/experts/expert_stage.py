@@ -35,6 +35,7 @@ from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.models.layers.residual_stream import GatedStream, LayerStream, plain_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ class MixtureParts:
     rest: Any
 
     def _module(self, weights: Any, layer: Any) -> Any:
-        return self.step.step.model.block(self.segment, self.block, weights, layer)
+        return self.step.step.model.block(self.segment, self.block, weights, layer, gated=True)
 
     def route(
         self,
@@ -63,7 +64,7 @@ class MixtureParts:
         weights: Any,
         pools: Pools,
         batch: tuple[Any, ...],
-        hidden: Float[Array, "B T D"],
+        hidden: LayerStream,
         layer: Int[Array, ""],
     ) -> tuple[Any, ...]:
         """Attention and routing.
@@ -76,9 +77,11 @@ class MixtureParts:
             inputs = step_batch(batch)
             ctx = self.step.step.context(pools, inputs, params.get(RETAINING_HEADS))
             block = self._module(weights, layer)
-            x, h, ctx = block.attend(hidden, inputs.positions, layer, ctx)
+            plain, h, ctx = block.attend(plain_of(hidden), inputs.positions, layer, ctx)
             assert isinstance(ctx, PagedCache)
-            routing = block.mlp.routing(h)
+            is_gated = isinstance(hidden, GatedStream)
+            routing = block.mlp.routing(h, hidden.gate_input(h) if is_gated else None)
+            x = GatedStream(plain, h, jnp.asarray(True)) if is_gated else plain
         return ctx.pools, x, h, routing.experts, routing.weights, routing.shares
 
     def experts(
@@ -112,20 +115,21 @@ class MixtureParts:
         rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.rest)
         return self._module(with_experts(rest, experts), jnp.int32(0)).mlp.experts
 
-    def join(
-        self, weights: Any, x: Float[Array, "B T D"], h: Float[Array, "B T D"], total: Float[Array, "B T D"]
-    ) -> Float[Array, "B T D"]:
+    def join(self, weights: Any, x: LayerStream, h: Float[Array, "B T D"], total: Float[Array, "B T D"]) -> LayerStream:
         """The residual stream after the layer."""
         with sharding.use_rules(self.step.step.model.rules):
             block = self._module(weights, jnp.int32(0))
-            return block.add(x, block.mlp.with_shared(h, total))
+            plain = block.add(plain_of(x), block.mlp.with_shared(h, total))
+        return x._replace(plain=plain) if isinstance(x, GatedStream) else plain
 
-    def predict(self, weights: Any, x: Float[Array, "B T D"]) -> Int[Array, "B T A"]:
-        """Experts that this layer's router would choose for the stream of an earlier layer."""
+    def predict(self, weights: Any, x: LayerStream) -> Int[Array, "B T A"]:
+        """Experts that this layer's router would choose for the stream of the mixture before; or chooses, if it reads
+        that one's input.
+        """
         with sharding.use_rules(self.step.step.model.rules):
-            block = self._module(weights, jnp.int32(0))
-            h = block.mlp_norm(x) if block.norms != "post" else x
-            return block.mlp.routing(h).experts
+            block, plain = self._module(weights, jnp.int32(0)), plain_of(x)
+            h = block.mlp_norm(plain) if block.norms != "post" else plain
+            return block.mlp.routing(h, x.gate if isinstance(x, GatedStream) else None).experts
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class RoutedLayer:
     block: str
     made: str
     weights: Any
-    x: Array
+    x: LayerStream
     h: Array
     chosen: Array
     shares: Array
@@ -311,7 +315,7 @@ class ExpertStage:
         routed = RoutedLayer(unit, block, made, weights, x, h, chosen, shares, of_router, guess, after, tokens)
         return pools, routed
 
-    def compute(self, programs: Mapping[str, Any], routed: RoutedLayer) -> Array:
+    def compute(self, programs: Mapping[str, Any], routed: RoutedLayer) -> LayerStream:
         """The hidden states after a mixture layer: runs its experts, and loads those that the next one is to want."""
         key, made, h = (routed.unit, routed.block), routed.made, routed.h
         slots = self.slots[key]
