@@ -90,7 +90,7 @@ def test_routers_read_the_mixture_before(fields, rng, float64):
     assert tiny.leaf_error(own, want) > 1e-3
 
 
-def test_what_cannot_pass_the_input_on_is_refused(rng):
+def test_what_cannot_pass_the_input_on_is_refused():
     config = pre_gated(MIXED)
     model = functional(config)
     x, positions = jnp.zeros((1, 2, config.embed_dim)), jnp.zeros((1, 2), jnp.int32)
@@ -104,19 +104,38 @@ def test_what_cannot_pass_the_input_on_is_refused(rng):
         block.mlp.routing(x)
 
 
-@pytest.mark.parametrize("way", ["resident", "slots", "layers"])
-def test_the_engine_serves_what_was_trained(way, rng, float64, monkeypatch):
+def streamed(engine: Any) -> StreamedRunner:
+    assert isinstance(engine.runner, StreamedRunner)
+    return engine.runner
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a pre-gated model of the engines."""
     monkeypatch.setitem(engines.MIXTURES, "pre-gated", pre_gated(engines.MODELS["mixtral"]))
+    return "pre-gated"
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("placement", [None, WeightPlacement(1)])
+def test_the_engine_serves_what_was_trained(placement, served, rng, float64):
     config = engines.ENGINES["tight, recompute"]
-    placement = {
-        "resident": None,
-        "slots": WeightPlacement(1, 9, expert_slots=2),
-        "layers": WeightPlacement(1),
-    }[way]
-    engine = engines.build(config, "pre-gated", "float64", placement=placement)
+    engine = engines.build(config, served, "float64", placement=placement)
     made = engines.serve(engine, engines.traffic(rng, config, 4))
-    assert engines.error("pre-gated", "float64", made) <= 1e-10
-    if way == "slots":
-        assert isinstance(engine.runner, StreamedRunner)
-        assert engine.runner.experts is not None
-        assert engine.runner.experts.counts.predicted > 0
+    assert engines.error(served, "float64", made) <= 1e-10
+
+
+def test_programs_of_experts_in_slots_are_found_again(served, rng, float64, tmp_path):
+    """Kept in files with what they return: slots, and a stream with the input of the last mixture."""
+    config = engines.ENGINES["one after the other"]
+    for compiled in (True, False):
+        placement = WeightPlacement(1, 9, expert_slots=2, absent="host")
+        engine = engines.build(config, served, "float64", placement=placement, manifest=tmp_path)
+        made = engines.serve(engine, engines.traffic(rng, config, 2))
+        assert engines.error(served, "float64", made) <= 1e-10
+        runner = streamed(engine)
+        assert runner.program_cache is not None
+        counts = runner.program_cache.counts
+        assert (counts.compiled > 0, counts.loaded > 0, counts.late) == (compiled, not compiled, 0)
+        assert runner.experts is not None
+        assert runner.experts.counts.predicted > 0

@@ -49,7 +49,7 @@ class GatedStream(NamedTuple):
     known: Bool[Array, ""]
 
     def gate_input(self, h: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """What a router reads in a layer whose input is ``h``."""
+        """Input of the router of a layer whose own input is ``h``."""
         return jnp.where(self.known, self.gate, h)
 
 

@@ -78,8 +78,9 @@ def hit_rates(config: DecoderConfig, params: Any, slots: int, tokens: int) -> li
 )  # fmt: skip
 def pre_gated_experts_are_there(seed: int) -> dict[str, float]:
     """A mixture whose routers read the layer before, trained as long as one whose routers read their own: how far its
-    held-out loss is behind, in nats a byte, which the draw of the weights changes by as much; and served with slots for as many experts as a step can want, the share of
-    wanted experts that were not in a slot, of all layers but the first. No expert is loaded in vain.
+    held-out loss is behind, in nats a byte, which the draw of the weights changes by as much. And served with slots for
+    as many experts as a step can want, the share of wanted experts that were not in a slot, of all layers but the
+    first. No expert is loaded in vain.
 
     Held-out losses, and the share that the other mixture finds in slots by asking its next router too early, are kept.
     """

@@ -380,15 +380,14 @@ class ExpertStage:
             assert self._host is not None
             slots = self.slots[key].slots
             content = self._experts[key].read(self.slots[key].first or 0)  # what is there is written once more
-            write, zero = programs[_write_name(self._buffers[key], content)], jax.device_put(np.int32(0), self._place)
             table = np.full_like(self.slots[key].table, slots)
             table[:slots] = np.arange(slots)
             spread = (np.arange(routed.chosen.size) % slots).reshape(routed.chosen.shape).astype(np.int32)
             here, spread = jax.device_put((table, spread), self._place)
 
             def load() -> None:
-                sent = jax.device_put(content, self._place)
-                self._buffers[key] = jax.block_until_ready(write(self._buffers[key], zero, sent))
+                self._into_slot(programs, key, 0, content)
+                jax.block_until_ready(self._buffers[key])
 
             def compute() -> None:
                 given = self._buffers[key], routed.h, spread, routed.shares, here
@@ -430,11 +429,15 @@ class ExpertStage:
             self._write(programs, key, slot, content)
 
     def _write(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
-        content = jax.device_put(content, self._place)
-        number = jax.device_put(np.int32(slot), self._place)
-        self._buffers[key] = programs[_write_name(self._buffers[key], content)](self._buffers[key], number, content)
+        self._into_slot(programs, key, slot, content)
         self.counts.loads += 1
         self.counts.load_bytes += sum(x.nbytes for x in jax.tree.leaves(content))
+
+    def _into_slot(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
+        slots, number = self._buffers[key], jax.device_put(np.int32(slot), self._place)
+        content = jax.device_put(content, self._place)
+        written = programs[_write_name(slots, content)](slots, number, content)
+        self._buffers[key] = jax.tree.unflatten(jax.tree.structure(slots), written)
 
     def _load_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str], guess: list[int]) -> None:
         """Begins to load experts that a layer is to want; those in files are written to slots when they are read."""

@@ -95,8 +95,11 @@ def recoded(weight: PackedWeight, form: WeightFormat) -> PackedWeight:
     return replace(weight, values=values, format=form)
 
 
-def write_expert(slots: Any, number: jax.Array, content: Any) -> Any:
-    """Slots of a layer with an expert written into one of them, in the format that the slots have."""
+def write_expert(slots: Any, number: jax.Array, content: Any) -> tuple[jax.Array, ...]:
+    """Arrays of a layer's slots with an expert written into one of them, in the format that the slots have.
+
+    They are the leaves of ``slots``: results of programs whose executables are kept in files are tuples.
+    """
 
     def update(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, number, axis=0)
@@ -104,7 +107,7 @@ def write_expert(slots: Any, number: jax.Array, content: Any) -> Any:
     def put(x: Any, new: Any) -> Any:
         return jax.tree.map(update, x, recoded(new, x.format) if is_packed(x) else new)
 
-    return jax.tree.map(put, slots, content, is_leaf=is_packed)
+    return tuple(jax.tree.leaves(jax.tree.map(put, slots, content, is_leaf=is_packed)))
 
 
 def _has_minima(x: Any) -> bool:
