@@ -23,10 +23,10 @@ from jaxllm.models.layers.layer import MatmulValue
 from jaxllm.models.layers.layer_table import ATTENTION_LAYERS, FEED_FORWARD_LAYERS
 from jaxllm.models.layers.mlp import MlpConfig
 from jaxllm.models.layers.norm import Norm, NormKind
-from jaxllm.models.layers.residual_stream import LadderStream, residual_by_segment
+from jaxllm.models.layers.residual_stream import GatedStream, LadderStream, residual_by_segment
 from jaxllm.models.linear import linear, lookup
 from jaxllm.models.low_precision_matmul import MatmulPrecision
-from jaxllm.models.moe.moe import MoeConfig
+from jaxllm.models.moe.moe import Moe, MoeConfig
 from jaxllm.models.params import normal, use
 from jaxllm.models.remat import check_values, policies_by_segment
 from jaxllm.models.remat_names import name_for_remat
@@ -153,6 +153,11 @@ class DecoderConfig:
         policies_by_segment(self.remat, self.segments)
         check_values(self.remat, {one.name for block in self.blocks for one in block.matmul_values(self.embed_dim)})
         residual_by_segment(self.residual, self.segments)
+        if self.pre_gated and self.residual != "plain":
+            raise ValueError(
+                f"model: residual = {self.residual!r} does not go with router.input = 'previous': choose 'plain', or "
+                "router.input = 'own'."
+            )
         if self.unroll < 0:
             raise ValueError(f"model: unroll = {self.unroll}; it is 0 (all) or a positive number of groups.")
 
@@ -189,6 +194,11 @@ class DecoderConfig:
         return max(self.prompt_tokens, *(getattr(block.attention, "prefix_tokens", 0) for block in self.blocks))
 
     @functools.cached_property
+    def pre_gated(self) -> bool:
+        """Whether a router reads the input of the mixture before its own, see ``RouterConfig.input``."""
+        return any(moe.router.input == "previous" for moe in self.mixtures.values())
+
+    @functools.cached_property
     def mixtures(self) -> dict[int, MoeConfig]:
         """Mixture of experts of each layer that has one, by the index of the layer."""
         return {i: block.mlp.mixture for i, block in enumerate(self.blocks) if block.mlp.mixture is not None}
@@ -218,7 +228,7 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B S D"] | LadderStream,
+        x: Float[Array, "B S D"] | LadderStream | GatedStream,
         positions: Int[Array, "B S"],
         layer: LayerIndex,
         ctx: AttentionContext,
@@ -226,10 +236,25 @@ class Block(nnx.Module):
         """Output of the block, a residual stream of the kind of ``x``, and the updated attention context."""
         if isinstance(x, LadderStream):
             return self._climb(x, positions, layer, ctx)
+        if isinstance(x, GatedStream):
+            return self._pass_gate(x, positions, layer, ctx)
         x, h, ctx = self.attend(x, positions, layer, ctx)
         with jax.named_scope(self.scope):
             out, ctx = self.mlp(h, layer, ctx)
         return self.add(x, out), ctx
+
+    def _pass_gate(
+        self, x: GatedStream, positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext
+    ) -> tuple[GatedStream, AttentionContext]:
+        """The block where routers read the input of the mixture before: this one's goes on to the next."""
+        stream, h, ctx = self.attend(x.plain, positions, layer, ctx)
+        with jax.named_scope(self.scope):
+            if isinstance(self.mlp, Moe):
+                out, ctx = self.mlp(h, layer, ctx, x.gate_input(h))
+                x = GatedStream(x.plain, h, jnp.asarray(True))
+            else:
+                out, ctx = self.mlp(h, layer, ctx)
+        return x._replace(plain=self.add(stream, out)), ctx
 
     def _climb(
         self, x: LadderStream, positions: Int[Array, "B S"], layer: LayerIndex, ctx: AttentionContext

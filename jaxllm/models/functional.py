@@ -29,7 +29,7 @@ from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segments
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
-from jaxllm.models.layers.residual_stream import Stream, as_kind, residual_by_segment, whole
+from jaxllm.models.layers.residual_stream import GatedStream, Stream, as_kind, gated, residual_by_segment, whole
 from jaxllm.models.layers.token_parts import PartsContext, TokenParts, through
 from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
@@ -284,37 +284,58 @@ class Functional:
         Returns:
             the residual stream, in the same parts, and the attention context.
         """
-        first, stream = 0, x
+        first, stream = 0, self.stream(x)
         with sharding.use_rules(self.rules):
             for s, (group, repeats) in enumerate(self.config.segments):
                 stream, ctx = self._segment(s, first, params["segments"][str(s)], stream, positions, ctx)
                 first += len(group) * repeats
             return whole(stream), ctx
 
+    def stream(self, x: Any) -> Any:
+        """The residual stream at the first layer, of what ``embed`` returns: plain, or with the input of a router.
+
+        Raises:
+            ConfigError: tokens in parts, of a model whose routers read the mixture before.
+        """
+        if not self.config.pre_gated:
+            return x
+        if isinstance(x, TokenParts):
+            raise ConfigError(
+                "model: router.input = 'previous' does not go with tokens in parts: leave overlap out, or choose 'own'."
+            )
+        return gated(x)
+
     def group(
         self,
         s: int,
         params: Params,
-        x: Float[Array, "B S D"],
+        x: Float[Array, "B S D"] | GatedStream,
         positions: Int[Array, "B S"],
         first: Any,
         ctx: Any,
         wrap: Wrap | None = None,
-    ) -> tuple[Float[Array, "B S D"], AttentionContext]:
+    ) -> tuple[Any, AttentionContext]:
         """One repeat of segment ``s``, whose blocks are layers ``first`` and following; ``params`` are not stacked.
 
         Parameters in host memory are copied to the device first.
 
         Args:
+            x: the residual stream: plain, or as ``stream`` makes it.
             wrap: replaces the weights of matmuls, for remat policies; None: none.
 
         Raises:
-            ConfigError: the model has another residual stream than the plain one, which ``blocks`` alone carries.
+            ConfigError: the model has another residual stream than ``x``.
         """
-        self._check_plain()
+        self._check_stream(isinstance(x, GatedStream))
         return self._group(s, params, x, positions, first, ctx, wrap)
 
-    def _check_plain(self) -> None:
+    def _check_stream(self, gated: bool) -> None:
+        if self.config.pre_gated and not gated:
+            raise ConfigError(
+                "model: router.input = 'previous' passes the input of a mixture on to the next one, which pipeline "
+                "stages, parameters on disk, drafts by layers in parallel, calibration and optimizers that go layer by "
+                "layer do not do: leave them out, or choose router.input = 'own'."
+            )
         if self.config.residual != "plain":
             raise ConfigError(
                 f"model: residual = {self.config.residual!r} needs all layers in one program, which pipeline stages, "
@@ -330,18 +351,21 @@ class Functional:
                 x, ctx = through(self._block(s, b, params[str(b)], first + b, wrap), x, positions, first + b, ctx)
         return x, ctx
 
-    def block(self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None = None) -> Block:
+    def block(
+        self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None = None, *, gated: bool = False
+    ) -> Block:
         """Block ``b`` of a repeat of segment ``s`` with its parameters, to be called under the model's rules.
 
         Args:
             params: its parameters, not stacked.
             layer: its number in the model.
             wrap: see ``group``.
+            gated: the caller passes on the input of mixtures, see ``stream``.
 
         Raises:
             ConfigError: as ``group``.
         """
-        self._check_plain()
+        self._check_stream(gated)
         return self._block(s, b, params, layer, wrap)
 
     def _block(self, s: int, b: int, params: Params, layer: Any, wrap: Wrap | None) -> Block:

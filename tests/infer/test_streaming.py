@@ -16,7 +16,7 @@ import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.runner.runner_protocol import StepFailedError
-from jaxllm.infer.streaming.expert_slots import ExpertSlots
+from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner

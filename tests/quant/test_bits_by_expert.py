@@ -17,7 +17,7 @@ from jaxllm.convert.source_layers import SourceLayers
 from jaxllm.hub import load_hf, open_source
 from jaxllm.hub.families.config_json import config_json
 from jaxllm.hub.huggingface import HubModel, export_hf, load_tensors, read_model
-from jaxllm.infer.streaming.host_experts import HostExperts, in_fewest_bits, write_expert
+from jaxllm.infer.streaming.experts.host_experts import HostExperts, in_fewest_bits, write_expert
 from jaxllm.infer.streaming.layer_store import WithoutExperts, units_of
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
@@ -71,13 +71,14 @@ def test_experts_on_the_host_have_their_own_bits(quantised):
     bits = bits_of(quantised)
     placed = WithoutExperts(layers, units_of(layers.model.config.segments))
     for (unit, block), own in placed.experts.items():
+        assert isinstance(own, HostExperts)
         whole = jax.tree.map(np.asarray, layers.read(unit, jax.devices()[0])[block]["mlp"]["experts"])
         slots = jax.tree.map(lambda x: jnp.zeros((2, *x.shape[1:]), x.dtype), own.whole)
         for number, expert in enumerate(own.each):
             found = {x.format.grid.bits for x in jax.tree.leaves(expert, is_leaf=is_packed)}
             name = f"model.layers.{unit.repeat}.block_sparse_moe.experts.{number}.w1"
             assert found == {bits[name]} or max(found) < bits[name], "no code needs the largest bit"
-            written = jax.jit(write_expert)(slots, jnp.int32(1), expert)
+            written = jax.tree.unflatten(jax.tree.structure(slots), jax.jit(write_expert)(slots, jnp.int32(1), expert))
             want = jax.tree.map(lambda x, n=number: x[n], whole)
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), written, want)
             assert not any(np.asarray(x[0]).any() for x in jax.tree.leaves(written))

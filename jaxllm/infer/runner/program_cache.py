@@ -34,8 +34,11 @@ import sharding
 from jaxllm.files import atomic, digest, read_json, write_json
 from jaxllm.infer.runner.executable_signature import opened, sealed
 from jaxllm.infer.runner.program_loader import ProgramLoader
+from jaxllm.models.layers.residual_stream import GatedStream
 from pallas_kernels.paged_attention import Slots
 
+NAMED = {"slots": Slots, "gated": GatedStream}
+"""Kinds of tuples that results of programs have, by their names in files."""
 SOURCES = ("jaxllm.models", "jaxllm.infer", "pallas_kernels", "sharding")
 """Packages whose source the programs are compiled from."""
 
@@ -322,15 +325,17 @@ def _own_layout(x: Any) -> list[str]:
 
 
 def _to_json(tree: Any) -> Any:
-    """Structure of a tree of tuples, slots and arrays, as lists, objects and zeros."""
-    if isinstance(tree, Slots):
-        return {"slots": [_to_json(x) for x in tree]}
+    """Structure of a tree of tuples, those of ``NAMED`` and arrays, as lists, objects and zeros."""
+    for name, kind in NAMED.items():
+        if isinstance(tree, kind):
+            return {name: [_to_json(x) for x in tree]}
     return [_to_json(x) for x in tree] if isinstance(tree, tuple) else None if tree is None else 0
 
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return Slots(*map(_from_json, value["slots"]))
+        ((name, parts),) = value.items()
+        return NAMED[name](*map(_from_json, parts))
     return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 

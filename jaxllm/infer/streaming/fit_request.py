@@ -57,7 +57,7 @@ class FitRequest:
             name, _, value = part.partition("=")
             if name in ("rates", "length") and value and name not in own:
                 own[name] = value
-            elif name in ("experts", "evict"):
+            elif name in ("experts", "experts_host", "evict", "absent"):
                 raise ValueError(
                     f"{part!r}: fit places whole layers, with their experts; leave it out, or give a budget."
                 )

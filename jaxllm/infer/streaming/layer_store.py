@@ -5,8 +5,6 @@ A unit is one repeat of a segment's group of layers, what ``Functional.group`` c
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +13,19 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxllm.files import atomic, digest, read_json, write_json
-from jaxllm.infer.streaming.host_experts import HostExperts
+from jaxllm.files import digest, read_json, write_json
+from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
+from jaxllm.infer.streaming.experts.host_experts import HostExperts
+from jaxllm.infer.streaming.weight_file import (
+    WeightsUnavailableError,
+    arrays_of,
+    described,
+    file_state,
+    read_bytes,
+    write_arrays,
+)
 
 INDEX = "layers.json"
-ALIGNMENT = 64
-"""Bytes that arrays in a file are aligned to, with which the CPU backend uses them without a copy."""
-READ_ATTEMPTS = 3
-"""Attempts to read a unit's file before the step fails."""
 
 
 class Unit(NamedTuple):
@@ -37,10 +40,6 @@ class Unit(NamedTuple):
     segment: int
     repeat: int
     first: int
-
-
-class WeightsUnavailableError(OSError):
-    """The weights of a layer cannot be read; says where, and why."""
 
 
 @runtime_checkable
@@ -112,21 +111,28 @@ class WithoutExperts:
     Args:
         store: the store.
         units: units that are read now, each once: the rest of them stays in the host's memory until ``release``.
+        files: files for the experts; None: they stay in the host's memory.
 
     Attributes:
         tier: that of the store.
         experts: the experts of those units, by unit and block.
     """
 
-    def __init__(self, store: LayerStore, units: Sequence[Unit] = ()):
+    def __init__(self, store: LayerStore, units: Sequence[Unit] = (), files: ExpertFiles | None = None):
         self.store, self.tier = store, store.tier
+        self.experts = dict[tuple[Unit, str], HostExperts | FileExperts]()
         found_in = dict[tuple[Unit, str], Any]()
         self._rest: dict[Unit, Any] = {}
         for unit in units:
             rest, found = split_experts(store.read(unit, jax.devices("cpu")[0]))
             self._rest[unit] = jax.tree.map(np.asarray, rest)
-            found_in |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
-        self.experts = {key: HostExperts(own) for key, own in in_common_shapes(found_in).items()}
+            if files is None:
+                found_in |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
+            else:
+                self.experts |= {
+                    (unit, b): files.add(unit.first + int(b), HostExperts(own)) for b, own in found.items()
+                }
+        self.experts |= {key: HostExperts(own) for key, own in in_common_shapes(found_in).items()}
 
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
@@ -225,7 +231,7 @@ class LayerFiles:
             s: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), store.read(unit, host))
             for s, unit in one_of_each.items()
         }
-        own = directory / f"layers-{digest([key, {str(s): _described(t) for s, t in templates.items()}])[:16]}"
+        own = directory / f"layers-{digest([key, {str(s): described(t) for s, t in templates.items()}])[:16]}"
         index = own / INDEX
         files: dict[Unit, _LayerFile] = {}
         try:
@@ -235,9 +241,9 @@ class LayerFiles:
                 if progress is not None:
                     progress(done, len(units))
                 path = own / _name(unit)
-                if not path.is_file() or path.name not in known or _state(path) != known[path.name][:2]:
-                    checksum = _write(path, jax.tree.leaves(store.read(unit, host)))
-                    known[path.name] = [*_state(path), checksum]
+                if not path.is_file() or path.name not in known or file_state(path) != known[path.name][:2]:
+                    (checksum,) = write_arrays(path, [store.read(unit, host)])
+                    known[path.name] = [*file_state(path), checksum]
                     write_json(index, known)
                 files[unit] = _LayerFile(*known[path.name])
         except OSError as error:
@@ -249,41 +255,10 @@ class LayerFiles:
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
         path, file = self.directory / _name(unit), self._files[unit]
-        changed, read, buffer = False, 0, _aligned(0)
-        for attempt in range(READ_ATTEMPTS):
-            try:
-                changed = _state(path) != [file.size, file.changed]
-                buffer = _aligned(0 if changed else file.size)
-                with path.open("rb", buffering=0) as stream:
-                    read = 0
-                    while read < len(buffer) and (more := stream.readinto(buffer.data[read:])):
-                        read += more
-                break
-            except OSError as error:
-                if attempt + 1 == READ_ATTEMPTS:
-                    raise WeightsUnavailableError(
-                        f"{path} (layer {unit.first}) cannot be read: {error}. Check the disk; files that are missing "
-                        "are written anew when the model is loaded again."
-                    ) from error
-        if changed or read < file.size:
-            raise WeightsUnavailableError(
-                f"{path} (layer {unit.first}) was changed while the model is in use; the file is written anew when the "
-                "model is loaded again."
-            )
-        if unit not in self._checked:  # once: it would take as long as reading
-            if zlib.crc32(buffer.data) != file.checksum:
-                raise WeightsUnavailableError(
-                    f"{path} (layer {unit.first}) is damaged: its checksum differs. Remove it; it is written anew when "
-                    "the model is loaded again."
-                )
-            self._checked.add(unit)
-        leaves, begin = [], 0
-        tree = self._templates[unit.segment]
-        for leaf in jax.tree.leaves(tree):
-            size = math.prod(leaf.shape) * leaf.dtype.itemsize
-            leaves.append(buffer[begin : begin + size].view(leaf.dtype).reshape(leaf.shape))
-            begin += _padded(size)
-        return jax.device_put(jax.tree.unflatten(jax.tree.structure(tree), leaves), device)
+        checksum = None if unit in self._checked else file.checksum  # once: it would take as long as reading
+        buffer = read_bytes(path, (file.size, file.changed), f"layer {unit.first}", checksum)
+        self._checked.add(unit)
+        return jax.device_put(arrays_of(buffer, self._templates[unit.segment]), device)
 
 
 def units_of(segments: Any) -> list[Unit]:
@@ -305,35 +280,3 @@ def units_of(segments: Any) -> list[Unit]:
 
 def _name(unit: Unit) -> str:
     return f"layer-{unit.first:04d}.bin"
-
-
-def _state(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _write(path: Path, leaves: list[Any]) -> int:
-    """Writes arrays one after another, each padded; returns the checksum of the file."""
-    checksum = 0
-    with atomic(path) as file:
-        for leaf in leaves:
-            data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-            for piece in (data, np.zeros(_padded(data.size) - data.size, np.uint8)):
-                file.write(piece.data)
-                checksum = zlib.crc32(piece.data, checksum)
-    return checksum
-
-
-def _described(template: Any) -> list[Any]:
-    return [str(jax.tree.structure(template)), *([list(x.shape), str(x.dtype)] for x in jax.tree.leaves(template))]
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Empty bytes whose address is aligned."""
-    buffer = np.empty(size + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
-    return buffer[start : start + size]

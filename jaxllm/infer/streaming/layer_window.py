@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 
-from jaxllm.infer.streaming.layer_store import LayerStore, Unit, WeightsUnavailableError
+from jaxllm.infer.streaming.layer_store import LayerStore, Unit
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 
 
 @dataclass
@@ -116,8 +117,8 @@ class LayerWindow:
             self.counts.stalled_seconds += time.perf_counter() - begin
         return weights
 
-    def give_back(self, unit: Unit, result: jax.Array) -> None:
-        """Frees a unit's weights when ``result``, an array that was computed from them, is there."""
+    def give_back(self, unit: Unit, result: Any) -> None:
+        """Frees a unit's weights when ``result``, arrays that were computed from them, are there."""
         if unit in self._held:
             return
         taken, future = self._ahead.popleft()
@@ -136,12 +137,12 @@ class LayerWindow:
         """Ends the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _read_ahead(self, freed: Any, result: jax.Array | None) -> None:
+    def _read_ahead(self, freed: Any, result: Any) -> None:
         unit = self._streamed[self._next]
         self._next = (self._next + 1) % len(self._streamed)
         self._ahead.append((unit, self._pool.submit(self._replace, unit, freed, result)))
 
-    def _replace(self, unit: Unit, freed: Any, result: jax.Array | None) -> Any:
+    def _replace(self, unit: Unit, freed: Any, result: Any) -> Any:
         if result is not None:
             jax.block_until_ready(result)
         if freed is not None:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.infer.streaming.expert_slots import Eviction
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, AbsentExperts
+from jaxllm.infer.streaming.experts.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
 
-USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score"
+USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
+USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)}"
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
@@ -31,6 +33,8 @@ class OffloadBudget:
         experts: experts of each mixture layer on the device, see ``WeightPlacement``; the others are on the host, and
             the bytes above are of the rest of the layers. 0: experts go with their layers.
         evict: which expert leaves.
+        experts_host: bytes of experts in the host's memory, the others in files of ``disk``; None: all.
+        absent: who computes experts that are in no slot, see ``WeightPlacement``.
     """
 
     window: int = 2
@@ -39,7 +43,9 @@ class OffloadBudget:
     disk: Path | None = None
     loaders: int = 2
     experts: int = 0
+    experts_host: int | None = None
     evict: Eviction = "lru"
+    absent: AbsentExperts = "load"
 
     @classmethod
     def parse(cls, text: str, *, limits: bool = False) -> OffloadBudget:
@@ -59,9 +65,11 @@ class OffloadBudget:
                 raise ValueError(f"{name} is given twice in {text!r}.")
             if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
                 found[name] = int(value)
-            elif name in ("device", "host") and (number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)):
+            elif name in ("device", "host", "experts_host") and (
+                number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)
+            ):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
-            elif name == "evict" and value in ("lru", "score"):
+            elif value in {"evict": ("lru", "score"), "absent": SCHEDULES}.get(name, ()):
                 found[name] = value
             elif name == "disk" and value:
                 found[name] = Path(value)
@@ -69,6 +77,10 @@ class OffloadBudget:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
         if "host" in found and "disk" not in found and not limits:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
+        if not {"absent", "experts_host"}.isdisjoint(found) and "experts" not in found:
+            raise ValueError(f"{text!r} says what becomes of absent experts; give experts=SLOTS too.")
+        if "experts_host" in found and "disk" not in found:
+            raise ValueError(f"{text!r} limits the experts on the host; give disk=DIR for files of the others.")
         if "disk" in found:
             found.setdefault("host", 0)
         return cls(**found)  # type: ignore[arg-type]
@@ -79,7 +91,10 @@ class OffloadBudget:
         parts += [] if self.host is None else [f"host={self.host}B"]
         parts += [] if self.disk is None else [f"disk={self.disk}"]
         parts.append(f"loaders={self.loaders}")
-        return ",".join(parts + ([f"experts={self.experts}", f"evict={self.evict}"] if self.experts else []))
+        if self.experts:
+            parts += [] if self.experts_host is None else [f"experts_host={self.experts_host}B"]
+            parts += [f"experts={self.experts}", f"evict={self.evict}", f"absent={self.absent}"]
+        return ",".join(parts)
 
     def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:
         """Places units of these sizes, in order.
@@ -91,8 +106,9 @@ class OffloadBudget:
         others = spread(unit_bytes, on_device)[1]
         on_host = None if self.host is None else _most(others, self.host)
         return WeightPlacement(
-            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict
-        )
+            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
+            absent=self.absent, expert_host_bytes=self.experts_host,
+        )  # fmt: skip
 
 
 def _most(sizes: Sequence[int], room: int) -> int:

@@ -45,10 +45,11 @@ def open_streamed(
     """
     path = find_model(name)
     slots = isinstance(budget, OffloadBudget) and budget.experts > 0
-    if not slots and is_packing(weights) and isinstance(packing(weights).make(-2), HostPackedFormat):
+    in_files = isinstance(budget, OffloadBudget) and budget.experts_host is not None
+    if (not slots or in_files) and is_packing(weights) and isinstance(packing(weights).make(-2), HostPackedFormat):
         raise HubError(
-            f"weights = {weights!r} have another size in each layer, and go with experts in slots alone; give the "
-            "offload budget experts=N, or leave it out."
+            f"weights = {weights!r} have another size in each layer, and go with experts in slots alone, which wait "
+            "in host memory; give the offload budget experts=N without experts_host, or leave it out."
         )
     if (path / "checkpoints").is_dir():
         loaded = load_model(path, dtype=dtype, weights=weights)

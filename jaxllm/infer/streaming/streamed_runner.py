@@ -20,10 +20,11 @@ from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step.step_shape import StepShape
-from jaxllm.infer.streaming.expert_stage import ExpertStage
-from jaxllm.infer.streaming.layer_store import Unit, WeightsUnavailableError
+from jaxllm.infer.streaming.experts.expert_stage import ExpertStage
+from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import batch_dependent_formats
 
@@ -57,7 +58,9 @@ class StreamedRunner(ModelRunner):
         self.window = weights.window(device)
         self._layers = self._abstract_layers()
         place = jax.sharding.SingleDeviceSharding(device)
-        self.experts = ExpertStage(weights.experts, weights.placement, place) if weights.experts else None
+        self.experts: ExpertStage | None = None
+        if weights.experts:
+            self.experts = ExpertStage(weights.experts, weights.placement, place, config.max_batched_tokens)
         if config.batch_invariant and (found := batch_dependent_formats(self._layers)):
             raise ValueError(
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step."
@@ -156,7 +159,7 @@ class StreamedRunner(ModelRunner):
                 number = self._numbers[unit.first + at]
                 if self.experts is not None and part is not None and self.experts.has(unit.segment, part):
                     given = self._weights, own, self.pools, batch, hidden
-                    self.pools, hidden = self.experts.run(
+                    self.pools, routed = self.experts.route(
                         self.programs,
                         shape.name,
                         unit,
@@ -166,6 +169,7 @@ class StreamedRunner(ModelRunner):
                         tokens,
                         self._following(place, parts[at + 1 :]),
                     )
+                    hidden = self.experts.compute(self.programs, routed)
                 else:
                     program = self.programs[_part_name(shape, unit.segment, part)]
                     self.pools, hidden = program(self._weights, own, self.pools, batch, hidden, number)
@@ -208,7 +212,12 @@ class StreamedRunner(ModelRunner):
             of = self.experts.counts
             found |= {"experts_wanted": of.wanted, "expert_hits": of.hits, "expert_loads": of.loads}
             found |= {"expert_load_bytes": of.load_bytes, "expert_predictions": of.predicted}
-            found["expert_prediction_hits"] = of.predicted_hits
+            found |= {"expert_prediction_hits": of.predicted_hits, "experts_on_host": of.on_host}
+            found["expert_read_failures"] = of.failures
+            for files in self.experts.files:
+                seen = files.counts
+                found |= {"expert_reads_disk": seen.reads, "expert_read_bytes_disk": seen.read_bytes}
+                found["expert_reads_host"] = seen.from_host
         return found
 
     def swap(self, params: Any) -> None:
@@ -222,6 +231,8 @@ class StreamedRunner(ModelRunner):
     def close(self) -> None:
         """Ends the threads that read layers."""
         self.window.close()
+        if self.experts is not None:
+            self.experts.close()
 
 
 def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> None:
@@ -242,6 +253,12 @@ def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> N
         )
     if not window:
         return
+    if config.batch_invariant and placement is not None and placement.absent != "load":
+        raise ConfigError(
+            f"engine: batch_invariant does not go with absent = {placement.absent!r}, by which other requests decide "
+            "whether an expert computes on the host's processor or on the device, which round differently; leave one "
+            "of them out."
+        )
     if config.orders_channels:
         raise ConfigError(
             f"engine: kv_dtype = {config.kv_dtype!r} reorders the weights, which are streamed; use kivi4."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 import sharding
 from jaxllm.infer.runner import logits_processors
@@ -19,6 +19,7 @@ from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
 from jaxllm.infer.runner.step.engine_step import EngineStep, StepBatch
+from jaxllm.models.layers.residual_stream import GatedStream, LayerStream, plain_of
 from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 EVICTIONS = "evictions"
@@ -37,19 +38,19 @@ class StreamedStep:
 
     def begin(
         self, params: Any, pools: Pools, last: Int[Array, "B R"], packed: Int[Array, "B elements"]
-    ) -> tuple[Pools, tuple[Any, ...], Float[Array, "B T D"], Array | None]:
+    ) -> tuple[Pools, tuple[Any, ...], LayerStream, Array | None]:
         """Prepares pages, and looks the tokens up.
 
         Args:
             params: parameters outside of blocks.
 
         Returns:
-            the pools, the fields of the forward pass's ``StepBatch``, the hidden states, and what has been evicted.
+            the pools, the fields of the forward pass's ``StepBatch``, the residual stream, and what has been evicted.
         """
         with sharding.use_rules(self.step.model.rules):
             pools, evictions = self.step.prepare_pages(pools, packed)
             batch = self.step.flat_batch(packed, last)
-            hidden = self.step.model.embed(params, batch.tokens, batch.positions)
+            hidden = self.step.model.stream(self.step.model.embed(params, batch.tokens, batch.positions))
             tree = None if batch.tree is None else tuple(batch.tree)
             return pools, tuple(batch._replace(tree=tree)), hidden, evictions.get(EVICTIONS)
 
@@ -60,10 +61,10 @@ class StreamedStep:
         weights: Any,
         pools: Pools,
         batch: tuple[Any, ...],
-        hidden: Float[Array, "B T D"],
+        hidden: LayerStream,
         first: Int[Array, ""],
         block: str | None = None,
-    ) -> tuple[Pools, Float[Array, "B T D"]]:
+    ) -> tuple[Pools, LayerStream]:
         """Computes one repeat of a segment, or one block of it.
 
         Args:
@@ -79,7 +80,7 @@ class StreamedStep:
             if block is None:
                 hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
             else:
-                module = model.block(segment, int(block), weights, first)
+                module = model.block(segment, int(block), weights, first, gated=isinstance(hidden, GatedStream))
                 hidden, ctx = module(hidden, inputs.positions, first, ctx)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, hidden
@@ -88,7 +89,7 @@ class StreamedStep:
         self,
         params: Any,
         pools: Pools,
-        hidden: Float[Array, "B T D"],
+        hidden: LayerStream,
         last: Int[Array, "B R"],
         packed: Int[Array, "B elements"],
         evicted: Array | None,
@@ -99,7 +100,9 @@ class StreamedStep:
         slots = None if state is None else logits_processors.LogitsState(*state)
         with sharding.use_rules(self.step.model.rules):
             further = {} if evicted is None else {EVICTIONS: evicted}
-            last, out, slots, branch = self.step.sample_rows(params, hidden, last, packed, slots, masks, further)
+            last, out, slots, branch = self.step.sample_rows(
+                params, plain_of(hidden), last, packed, slots, masks, further
+            )
             pools = self.step.keep_branches(pools, packed, branch)
         return (pools, last, out) if slots is None else (pools, last, out, tuple(slots))
 

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxllm.infer.streaming.expert_slots import Eviction
-from jaxllm.infer.streaming.host_experts import HostExperts
+from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, AbsentExperts, ExpertCosts
+from jaxllm.infer.streaming.experts.expert_slots import Eviction
+from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import (
     HostLayers,
     LayerFiles,
@@ -44,6 +46,12 @@ class WeightPlacement:
             rest of the layers then. 0: experts go with their layers.
         eviction: which expert leaves, see ``ExpertSlots``.
         prefetch: experts that the next layer's router would choose now are loaded ahead.
+        absent: wanted experts that are in no slot: their weights are copied to slots ("load"); the host's processor
+            computes them ("host"); or whichever costs less, for each alone ("by_cost") or for all experts of the layer
+            together ("schedule"), see ``expert_schedule``.
+        expert_costs: what those cost; None: it is measured in the first steps.
+        expert_host_bytes: bytes of experts that stay in the host's memory, those that are read most often; the others
+            are read from files in ``disk``. None: all are in the host's memory.
     """
 
     window: int = 2
@@ -54,8 +62,20 @@ class WeightPlacement:
     expert_slots: int = 0
     eviction: Eviction = "lru"
     prefetch: bool = True
+    absent: AbsentExperts = "load"
+    expert_costs: ExpertCosts | None = None
+    expert_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.absent not in SCHEDULES:
+            raise ValueError(f"absent experts = {self.absent!r}; legal: {', '.join(map(repr, SCHEDULES))}.")
+        if self.expert_host_bytes is not None and (not self.expert_slots or self.disk is None):
+            raise ValueError(
+                f"placement of weights: expert_host_bytes = {self.expert_host_bytes} leaves experts to files; give "
+                "expert_slots, and a directory as disk."
+            )
+        if self.absent != "load" and not self.expert_slots:
+            raise ValueError(f"absent experts = {self.absent!r} is for experts in slots; give a number of slots too.")
         if self.window < 1 or self.loaders < 1 or self.device_units < 0 or (self.host_units or 0) < 0:
             raise ValueError(
                 f"placement of weights: window = {self.window}, loaders = {self.loaders}, device_units = "
@@ -85,7 +105,7 @@ class StreamedWeights:
     units: Sequence[Unit]
     stores: Mapping[Unit, LayerStore]
     placement: WeightPlacement
-    experts: Mapping[tuple[Unit, str], HostExperts] = field(default_factory=dict)
+    experts: Mapping[tuple[Unit, str], HostExperts | FileExperts] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -111,10 +131,14 @@ class StreamedWeights:
             WeightsUnavailableError: files cannot be written.
             ValueError: expert slots for a model without mixtures, or more than it has experts.
         """
-        experts: dict[tuple[Unit, str], HostExperts] = {}
+        experts: Mapping[tuple[Unit, str], HostExperts | FileExperts] = {}
         if placement.expert_slots:
             check_slots(model, placement)
-            layers = WithoutExperts(layers, units_of(model.config.segments))
+            files = None
+            if placement.expert_host_bytes is not None:
+                assert placement.disk is not None
+                files = ExpertFiles(placement.disk, key, placement.expert_host_bytes)
+            layers = WithoutExperts(layers, units_of(model.config.segments), files)
             experts, key = layers.experts, [*key, "without experts"]
         units = units_of(model.config.segments)
         on_device, others = spread(units, placement.device_units)
@@ -157,7 +181,8 @@ class StreamedWeights:
         parts += [f"{where['host']} on the host"] if where["host"] else []
         if where["disk"]:
             parts.append(f"{where['disk']} in files of {place.disk}")
-        slots = f"; {place.expert_slots} experts of each mixture, the others on the host" if place.expert_slots else ""
+        others = "on the host" if place.expert_host_bytes is None else f"in files of {place.disk}"
+        slots = f"; {place.expert_slots} experts of each mixture, the others {others}" if place.expert_slots else ""
         return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute{slots}"
 
 

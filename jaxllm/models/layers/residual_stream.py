@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxllm.models.layers.token_parts import TokenParts
 from jaxllm.models.layers.values_by_layers import parse_by_layers, split_by_segment
@@ -35,8 +35,28 @@ class LadderStream(NamedTuple):
     pending: Float[Array, "B S D"]
 
 
-Stream = Float[Array, "B S D"] | LadderStream | TokenParts
-"""Plain, ladder, or plain in parts."""
+class GatedStream(NamedTuple):
+    """Plain residual stream, with what the next router reads where routers read the input of the mixture before.
+
+    Attributes:
+        plain: the stream.
+        gate: input of the last mixture of experts.
+        known: whether there has been one.
+    """
+
+    plain: Float[Array, "B S D"]
+    gate: Float[Array, "B S D"]
+    known: Bool[Array, ""]
+
+    def gate_input(self, h: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Input of the router of a layer whose own input is ``h``."""
+        return jnp.where(self.known, self.gate, h)
+
+
+LayerStream = Float[Array, "B S D"] | GatedStream
+"""Streams that programs of single layers pass on."""
+Stream = Float[Array, "B S D"] | LadderStream | GatedStream | TokenParts
+"""Plain, ladder, plain with the input of the last mixture, or plain in parts."""
 
 
 def residual_by_segment(residual: str, segments: Sequence[tuple[Sequence[Any], int]]) -> list[list[tuple[str, int]]]:
@@ -63,11 +83,25 @@ def residual_by_segment(residual: str, segments: Sequence[tuple[Sequence[Any], i
 
 def whole(x: Stream) -> Float[Array, "B S D"] | TokenParts:
     """The residual stream with the outputs of all sublayers, in parts as before."""
+    if isinstance(x, GatedStream):
+        return x.plain
     return x.reduced + x.pending if isinstance(x, LadderStream) else x
+
+
+def plain_of(x: LayerStream) -> Float[Array, "B S D"]:
+    """The plain stream."""
+    return x.plain if isinstance(x, GatedStream) else x
+
+
+def gated(x: Float[Array, "B S D"]) -> GatedStream:
+    """The stream at the first layer of a model whose routers read the input of the mixture before."""
+    return GatedStream(x, jnp.zeros_like(x), jnp.asarray(False))
 
 
 def as_kind(x: Stream, kind: str) -> Stream:
     """The residual stream as blocks of a kind read it. What a plain block reads waits for all sublayers before it."""
+    if isinstance(x, GatedStream):
+        return x
     if kind == "plain":
         return whole(x)
     assert not isinstance(x, TokenParts), "an engine refuses the two together"

@@ -244,16 +244,26 @@ class Moe(nnx.Module):
             self.shared = Mlp(gated, d, out_scale=out_scale, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "B S D"], layer: LayerIndex, ctx: AttentionContext
+        self,
+        x: Float[Array, "B S D"],
+        layer: LayerIndex,
+        ctx: AttentionContext,
+        gate: Float[Array, "B S D"] | None = None,
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
-        """Output of the layer, and the context, which may record the routing of its tokens."""
-        out, routing = self.transform(x)
+        """Output of the layer, and the context, which may record the routing of its tokens.
+
+        Args:
+            gate: what a router reads that reads the layer before; None: there is no such router.
+        """
+        out, routing = self.transform(x, gate)
         return out, ctx.record_routing(layer, routing) if isinstance(ctx, RoutingContext) else ctx
 
-    def transform(self, x: Float[Array, "B S D"]) -> tuple[Float[Array, "B S D"], Routing]:
-        """Output of the layer, and the routing of its tokens."""
+    def transform(
+        self, x: Float[Array, "B S D"], gate: Float[Array, "B S D"] | None = None
+    ) -> tuple[Float[Array, "B S D"], Routing]:
+        """Output of the layer, and the routing of its tokens; ``gate``: see ``__call__``."""
         own = sharding.constrain(x, *TOKENS)
-        routing = self.routing(own)
+        routing = self.routing(own, None if gate is None else sharding.constrain(gate, *TOKENS))
         # Where tensor splits the sequence outside, experts read it from there: sums of its gradient stay split.
         is_gathered = len(sharding.axis_names("residual_seq")) > len(sharding.axis_names("router_seq"))
         out, dropped = self.experts(x if is_gathered else own, routing.experts, routing.weights)
@@ -261,9 +271,19 @@ class Moe(nnx.Module):
         logits, shares, chosen, weights = (sharding.constrain(one, "batch", "seq", None) for one in routing[:-1])
         return self.with_shared(x, out), Routing(logits, shares, chosen, weights, dropped)
 
-    def routing(self, x: Float[Array, "B S D"]) -> Routing:
-        """Routing of tokens, before any expert computes."""
+    def routing(self, x: Float[Array, "B S D"], gate: Float[Array, "B S D"] | None = None) -> Routing:
+        """Routing of tokens, before any expert computes; ``gate``: see ``__call__``.
+
+        Raises:
+            ValueError: the router reads the layer before, and the caller has nothing of it.
+        """
         config, dtype = self.config, at_least_f32(x.dtype)
+        if config.router.input == "previous":
+            if gate is None:
+                raise ValueError(
+                    "router: input = 'previous' reads the layer before, which this program does not have: choose 'own'."
+                )
+            x = gate
         logits = self.router(x.astype(dtype), TOKENS, self.router_bias if config.router.bias else None)
         with jax.named_scope("router"):
             bias = use(self.balance_bias, dtype) if config.router.balance_bias else None

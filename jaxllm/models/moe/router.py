@@ -48,6 +48,9 @@ class RouterConfig:
         top_groups: groups per token.
         group_score: score of a group: that of its best expert (DeepSeek-V2), or the sum of its best two (DeepSeek-V3).
         bias: whether the router's logits have a bias (gpt-oss).
+        input: what the router reads: the input of its own layer ("own"), or that of the mixture before it ("previous"),
+            so that a layer's experts are known, and can be on their way to the device, while the layer before computes
+            (Pre-gated MoE, arXiv:2308.12066). The first mixture of a model reads its own.
         balance_bias: a bias per expert that is added to scores for the top-k choice alone. No gradient reaches it:
             training updates it by load (auxiliary-loss-free load balancing, arXiv:2408.15664).
     """
@@ -59,6 +62,7 @@ class RouterConfig:
     top_groups: int = 1
     group_score: Literal["best", "best two"] = "best"
     bias: bool = False
+    input: Literal["own", "previous"] = "own"
     balance_bias: bool = False
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.streaming.expert_slots import Eviction, ExpertSlots
-from jaxllm.infer.streaming.expert_stage import ExpertStage
+from jaxllm.infer.streaming.experts.expert_slots import Eviction, ExpertSlots
+from jaxllm.infer.streaming.experts.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement

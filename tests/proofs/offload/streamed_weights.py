@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm.infer import EngineConfig
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.infer.streaming.tier_rates import TierRates
@@ -72,9 +73,20 @@ def check_window(engine: Any, placement: WeightPlacement) -> None:
     runner.close()
 
 
-@proof("offload", count=100, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("wanted", "hits", "loads"))
+@proof(
+    "offload",
+    count=100,
+    sample=1,
+    float64=True,
+    bound={"logprobs": 1e-10},
+    counts=("wanted", "hits", "loads", "on_host"),
+)
 def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
-    """Random traffic over mixtures with any number of expert slots, either eviction, with and without prefetch."""
+    """Random traffic over mixtures with any number of expert slots, either eviction, with and without prefetch.
+
+    They wait on the host, or in files with some of them on the host. Absent experts are loaded, or the host's processor
+    computes them, by any of the choices, with measured costs.
+    """
     rng = np.random.default_rng(seed)
     model, way = str(rng.choice(MIXTURES)), str(rng.choice(WAYS))
     config = engines.ENGINES[way]
@@ -87,7 +99,10 @@ def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
             expert_slots=int(rng.integers(1, experts + 1)),
             eviction=str(rng.choice(["lru", "score"])),
             prefetch=bool(rng.random() < 0.5),
+            absent="load" if way == "invariant" else str(rng.choice(list(SCHEDULES))),  # type: ignore[arg-type]
         )
+        if placement.disk is not None and rng.random() < 0.7:
+            placement = dataclasses.replace(placement, expert_host_bytes=int(rng.choice([0, 5000, 20000])))
         engine = engines.build(config, model, "float64", placement=placement)
         counter = Compilations()
         requests = engines.traffic(rng, config, 5)
@@ -98,11 +113,12 @@ def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
         stage = engine.runner.experts
         assert stage is not None
         counts = stage.counts
-        assert counts.loads == counts.wanted - counts.hits + counts.predicted
+        loads = counts.wanted - counts.hits + counts.predicted
+        assert counts.loads == loads - counts.on_host or (placement.absent == "schedule" and counts.loads <= loads)
         slots = [jax.tree.leaves(stage.with_slots(*key, {"mlp": {}}))[0].shape[0] for key in stage.slots]
         assert set(slots) == {placement.expert_slots}
         engine.runner.close()
-        seen = {"wanted": counts.wanted, "hits": counts.hits, "loads": counts.loads}
+        seen = {"wanted": counts.wanted, "hits": counts.hits, "loads": counts.loads, "on_host": counts.on_host}
         return {"logprobs": engines.error(model, "float64", made), **{n: float(x) for n, x in seen.items()}}
 
 

@@ -30,6 +30,8 @@ class SlotCounts:
         loads: experts that were copied to the device.
         load_bytes: their bytes.
         rounds: passes over slots in which experts computed; one a layer and step if the slots suffice.
+        on_host: experts that the host's processor computed.
+        failures: experts that could not be read from their files.
         predicted: experts that were loaded ahead of their use.
         predicted_hits: of them, those that the next step of that layer wanted.
     """
@@ -39,6 +41,8 @@ class SlotCounts:
     loads: int = 0
     load_bytes: int = 0
     rounds: int = 0
+    on_host: int = 0
+    failures: int = 0
     predicted: int = 0
     predicted_hits: int = 0
 
@@ -80,6 +84,16 @@ class ExpertSlots:
         """Whether an expert is in a slot."""
         return bool(self.table[expert] < self.slots)
 
+    @property
+    def free(self) -> int:
+        """Number of slots that no expert has had yet."""
+        return self._expert.count(None)
+
+    @property
+    def first(self) -> int | None:
+        """The expert in the first slot."""
+        return self._expert[0]
+
     def rounds(self, wanted: Sequence[int]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
         """Rounds in which wanted experts compute: those that are there first, then as many as fit at a time.
 
@@ -103,6 +117,11 @@ class ExpertSlots:
         if self.has(expert) or (None not in self._expert and all(e in keep for e in self._expert)):
             return None
         return self._place(expert, keep=[*keep, expert])
+
+    def forget(self, expert: int) -> None:
+        """Frees the slot of an expert that has not come."""
+        self._expert[int(self.table[expert])] = None
+        self.table[expert] = self.slots
 
     def _use(self, experts: Sequence[int]) -> None:
         self._time += 1

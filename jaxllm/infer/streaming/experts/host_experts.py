@@ -7,6 +7,7 @@ them back. So an expert of few bits takes less host memory, and is copied faster
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,10 @@ class HostExperts:
     Attributes:
         whole: shapes and formats of one expert in a slot, [1, ...].
         each: the experts, [1, ...] arrays, some with codes of fewer bits than ``whole``.
+        tier: "host".
     """
+
+    tier = "host"
 
     def __init__(self, experts: Any):
         many = jax.tree.leaves(experts)[0].shape[0]
@@ -42,6 +46,15 @@ class HostExperts:
 
     def __len__(self) -> int:
         return len(self.each)
+
+    @property
+    def shapes(self) -> Sequence[Any]:
+        """The experts, of which programs take the shapes."""
+        return self.each
+
+    def read(self, expert: int) -> Any:
+        """Arrays of an expert, [1, ...]."""
+        return self.each[expert]
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +95,11 @@ def recoded(weight: PackedWeight, form: WeightFormat) -> PackedWeight:
     return replace(weight, values=values, format=form)
 
 
-def write_expert(slots: Any, number: jax.Array, content: Any) -> Any:
-    """Slots of a layer with an expert written into one of them, in the format that the slots have."""
+def write_expert(slots: Any, number: jax.Array, content: Any) -> tuple[jax.Array, ...]:
+    """Arrays of a layer's slots with an expert written into one of them, in the format that the slots have.
+
+    They are the leaves of ``slots``: results of programs whose executables are kept in files are tuples.
+    """
 
     def update(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, number, axis=0)
@@ -91,7 +107,7 @@ def write_expert(slots: Any, number: jax.Array, content: Any) -> Any:
     def put(x: Any, new: Any) -> Any:
         return jax.tree.map(update, x, recoded(new, x.format) if is_packed(x) else new)
 
-    return jax.tree.map(put, slots, content, is_leaf=is_packed)
+    return tuple(jax.tree.leaves(jax.tree.map(put, slots, content, is_leaf=is_packed)))
 
 
 def _has_minima(x: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Experts of mixtures in slots: on the device, on the host or in files, and who computes them."""

@@ -1,0 +1,485 @@
+"""Expert stage: runs a mixture layer whose experts are in slots, load by load.
+
+The program of such a layer is in three parts: up to the router's choice, which the host reads; the experts that are in
+slots, once for each round of loads; and the sum (EdgeMoE, arXiv:2308.14352). Meanwhile the host's processor computes
+those that ``expert_schedule`` leaves to it. The rows of each expert are computed once, so slots change no result.
+
+Legend: B replicas (1), T rows of the flat batch, A experts of a token, E experts, N slots, D embed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import sharding
+from jaxllm.infer.runner.page_programs import Pools
+from jaxllm.infer.runner.paged_cache import PagedCache
+from jaxllm.infer.runner.program_cache import EngineProgram
+from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
+from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, ExpertCosts
+from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots, SlotCounts, empty_slots, wanted_experts
+from jaxllm.infer.streaming.experts.host_experts import HostExperts, write_expert
+from jaxllm.infer.streaming.experts.host_processor import HostProcessor, fastest
+from jaxllm.infer.streaming.layer_store import Unit
+from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.models.layers.residual_stream import GatedStream, LayerStream, plain_of
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureParts:
+    """Parts of block ``block`` of a repeat of ``segment``, as pure functions.
+
+    Weights are those of the block; its experts' matrices are the N that are in slots.
+
+    Attributes:
+        step: the step.
+        segment, block: see above.
+        rest: shapes of the block's weights without experts.
+    """
+
+    step: StreamedStep
+    segment: int
+    block: int
+    rest: Any
+
+    def _module(self, weights: Any, layer: Any) -> Any:
+        return self.step.step.model.block(self.segment, self.block, weights, layer, gated=True)
+
+    def route(
+        self,
+        params: Any,
+        weights: Any,
+        pools: Pools,
+        batch: tuple[Any, ...],
+        hidden: LayerStream,
+        layer: Int[Array, ""],
+    ) -> tuple[Any, ...]:
+        """Attention and routing.
+
+        Returns:
+            the pools, the residual stream, the layer's input, the chosen experts [B, T, A], their weights, and the
+            router's shares [B, T, E].
+        """
+        with sharding.use_rules(self.step.step.model.rules):
+            inputs = step_batch(batch)
+            ctx = self.step.step.context(pools, inputs, params.get(RETAINING_HEADS))
+            block = self._module(weights, layer)
+            plain, h, ctx = block.attend(plain_of(hidden), inputs.positions, layer, ctx)
+            assert isinstance(ctx, PagedCache)
+            is_gated = isinstance(hidden, GatedStream)
+            routing = block.mlp.routing(h, hidden.gate_input(h) if is_gated else None)
+            x = GatedStream(plain, h, jnp.asarray(True)) if is_gated else plain
+        return ctx.pools, x, h, routing.experts, routing.weights, routing.shares
+
+    def experts(
+        self,
+        experts: Any,
+        h: Float[Array, "B T D"],
+        chosen: Int[Array, "B T A"],
+        shares: Float[Array, "B T A"],
+        table: Int[Array, " E"],
+        total: Float[Array, "B T D"] | None,
+    ) -> Float[Array, "B T D"]:
+        """Adds the outputs of experts in slots to a sum.
+
+        Args:
+            experts: matrices of the experts in slots.
+            table: slot of each expert that computes now; N for the others.
+            total: the sum so far; None: nothing.
+        """
+        with sharding.use_rules(self.step.step.model.rules):
+            out, _ = self._experts(experts)(h, table[chosen], shares, partial=True)
+        return out if total is None else total + out
+
+    def expert(self, expert: Any, rows: Float[Array, "n D"], weights: Float[Array, " n"]) -> Float[Array, "n D"]:
+        """Weighted outputs of one expert."""
+        with sharding.use_rules(self.step.step.model.rules):
+            first = jnp.zeros((1, rows.shape[0], 1), jnp.int32)
+            return self._experts(expert)(rows[None], first, weights[None, :, None])[0][0]
+
+    def _experts(self, experts: Any) -> Any:
+        """The experts' module with these matrices; the block's other weights, which it does not read, are zeros."""
+        rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.rest)
+        return self._module(with_experts(rest, experts), jnp.int32(0)).mlp.experts
+
+    def join(self, weights: Any, x: LayerStream, h: Float[Array, "B T D"], total: Float[Array, "B T D"]) -> LayerStream:
+        """The residual stream after the layer."""
+        with sharding.use_rules(self.step.step.model.rules):
+            block = self._module(weights, jnp.int32(0))
+            plain = block.add(plain_of(x), block.mlp.with_shared(h, total))
+        return x._replace(plain=plain) if isinstance(x, GatedStream) else plain
+
+    def predict(self, weights: Any, x: LayerStream) -> Int[Array, "B T A"]:
+        """Experts that this layer's router would choose for the stream of the mixture before; or chooses, if it reads
+        that one's input.
+        """
+        with sharding.use_rules(self.step.step.model.rules):
+            block, plain = self._module(weights, jnp.int32(0)), plain_of(x)
+            h = block.mlp_norm(plain) if block.norms != "post" else plain
+            return block.mlp.routing(h, x.gate if isinstance(x, GatedStream) else None).experts
+
+
+@dataclass(frozen=True)
+class RoutedLayer:
+    """A mixture layer of a step after its router.
+
+    Attributes:
+        unit, block: the layer.
+        made: what the names of its programs begin with.
+        weights: of the block, without experts.
+        x, h: the residual stream, and the layer's input.
+        chosen, shares: experts of each token, and their weights.
+        of_router: the router's shares of all experts.
+        guess: experts of the following layer by this one's stream; None: nobody has asked.
+        following: that layer.
+        tokens: rows of the flat batch that are of requests.
+    """
+
+    unit: Unit
+    block: str
+    made: str
+    weights: Any
+    x: LayerStream
+    h: Array
+    chosen: Array
+    shares: Array
+    of_router: Array
+    guess: Array | None
+    following: tuple[Unit, str] | None
+    tokens: int
+
+
+class ExpertStage:
+    """Slots of all mixture layers, and the programs that use them.
+
+    Args:
+        experts: experts on the host or in files, by unit and block.
+        placement: number of slots, who leaves, and who computes absent ones.
+        place: sharding of the device.
+        most: most tokens of a step.
+
+    Attributes:
+        counts: what was wanted, found and loaded.
+        slots: slots of each layer.
+        files: files of experts, if there are some.
+        costs: seconds of an expert by names of programs, measured in the first step that runs them, or as given.
+    """
+
+    def __init__(
+        self,
+        experts: Mapping[tuple[Unit, str], HostExperts | FileExperts],
+        placement: WeightPlacement,
+        place: Any,
+        most: int,
+    ):
+        self._experts, self._place, self._prefetch = experts, place, placement.prefetch
+        self._schedule, self._given_costs = SCHEDULES[placement.absent], placement.expert_costs
+        self.costs = dict[str, ExpertCosts]()
+        self._host = None if placement.absent == "load" else HostProcessor(most)
+        if self._host is not None:
+            for own in experts.values():
+                if isinstance(own, HostExperts):
+                    own.each = list(map(self._host.put, own.each))
+        self.files: list[ExpertFiles] = []
+        for own in experts.values():
+            if isinstance(own, FileExperts) and own.files not in self.files:
+                self.files.append(own.files)
+        self._loaders = placement.loaders
+        self._readers = ThreadPoolExecutor(placement.loaders, "experts")
+        weakref.finalize(self, self._readers.shutdown, wait=False, cancel_futures=True)
+        self._reads_ahead = dict[tuple[Unit, str], list[tuple[int, int, Future[Any]]]]()
+        many = placement.expert_slots
+        self.counts = SlotCounts()
+        self.slots = {key: ExpertSlots(len(own), many, placement.eviction) for key, own in experts.items()}
+        zeros = lambda shape, dtype: jax.device_put(np.zeros(shape, dtype), place)  # noqa: E731
+        self._buffers = {key: empty_slots(own.whole, many, zeros) for key, own in experts.items()}
+        self._ahead = dict[tuple[Unit, str], set[int]]()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._buffers))
+
+    def has(self, segment: int, block: str) -> bool:
+        """Whether a block of a segment has experts in slots."""
+        return any(unit.segment == segment and b == block for unit, b in self._experts)
+
+    def with_slots(self, unit: Unit, block: str, weights: Any) -> Any:
+        """Weights of a block with its slots in the place of the experts."""
+        return with_experts(weights, self._buffers[unit, block])
+
+    def write_programs(self) -> list[EngineProgram]:
+        """Programs that write an expert into a slot, one for each shape of experts and each number of bits."""
+        found: dict[str, EngineProgram] = {}
+        for key, own in self._experts.items():
+            slots = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[key])
+            for expert in own.shapes:
+                if (name := _write_name(self._buffers[key], expert)) not in found:
+                    content = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), expert)
+                    arguments = {"slots": slots, "number": self._abstract((), np.int32), "content": content}
+                    found[name] = EngineProgram(name, write_expert, arguments, ("slots",))
+        return list(found.values())
+
+    def programs(
+        self, name: str, step: StreamedStep, segment: int, block: str, abstract: Mapping[str, Any], key: Any
+    ) -> list[EngineProgram]:
+        """Programs of a mixture layer for a step's shape.
+
+        Args:
+            name: name of the shape.
+            segment, block: the layer, in any repeat.
+            abstract: shapes of "params", "weights" of the block without experts, "pools", "batch" and "hidden".
+            key: see ``EngineProgram``.
+        """
+        parts = MixtureParts(step, segment, int(block), abstract["weights"])
+        unit = next(unit for unit, b in self._experts if unit.segment == segment and b == block)
+        slots = jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self._buffers[unit, block])
+        weights = with_experts(abstract["weights"], slots)
+        routed = {
+            "params": abstract["params"], "weights": weights, "pools": abstract["pools"], "batch": abstract["batch"],
+            "hidden": abstract["hidden"], "layer": self._abstract((), np.int32),
+        }  # fmt: skip
+        _, x, h, chosen, shares, _ = jax.tree.map(
+            lambda a: self._abstract(a.shape, a.dtype), jax.eval_shape(parts.route, *routed.values())
+        )
+        table = self._abstract(self.slots[unit, block].table.shape, np.int32)
+        first = {"experts": slots, "h": h, "chosen": chosen, "shares": shares, "table": table}
+        made = f"{name}-layers-{segment}-{block}"
+        joined = {"weights": weights, "x": x, "h": h, "total": h}
+        programs = [
+            EngineProgram(f"{made}-route", parts.route, routed, ("pools",), key),
+            EngineProgram(f"{made}-first", functools.partial(parts.experts, total=None), first, (), key),
+            EngineProgram(f"{made}-more", parts.experts, first | {"total": h}, ("total",), key),
+            EngineProgram(f"{made}-join", parts.join, joined, (), key),
+        ]
+        if self._prefetch:
+            programs.append(EngineProgram(f"{made}-predict", parts.predict, {"weights": weights, "x": x}, (), key))
+        if self._host is not None:
+            programs.append(EngineProgram(f"{made}-add", jnp.add, {"total": h, "other": h}, ("total",), key))
+            every = [
+                one for (u, b), own in self._experts.items() for one in own.shapes if (u.segment, b) == (segment, block)
+            ]
+            programs += self._host.programs(f"{segment}-{block}", parts.expert, every, h.shape[-1], h.dtype, key)
+        return programs
+
+    def route(
+        self,
+        programs: Mapping[str, Any],
+        name: str,
+        unit: Unit,
+        block: str,
+        layer: Any,
+        given: tuple[Any, Any, Any, Any, Any],
+        tokens: int,
+        following: tuple[Unit, str, Any] | None,
+    ) -> tuple[Pools, RoutedLayer]:
+        """Runs a mixture layer up to its router.
+
+        Args:
+            programs: compiled programs by name.
+            name: name of the step's shape.
+            unit, block: the layer.
+            layer: its number, on the device.
+            given: parameters outside of blocks, weights of the block without experts, pools, batch, hidden states.
+            tokens: rows of the flat batch that are of requests.
+            following: unit, block and weights of the next mixture layer, if they are on the device.
+
+        Returns:
+            the pools, and what ``compute`` takes.
+        """
+        params, weights, pools, batch, hidden = given
+        made = f"{name}-layers-{unit.segment}-{block}"
+        own = self.with_slots(unit, block, weights)
+        pools, x, h, chosen, shares, of_router = programs[f"{made}-route"](params, own, pools, batch, hidden, layer)
+        guess, after = None, None
+        if self._prefetch and following is not None:
+            to, b, next_weights = following
+            guess, after = (
+                programs[f"{name}-layers-{to.segment}-{b}-predict"](self.with_slots(to, b, next_weights), x),
+                (to, b),
+            )
+            guess.copy_to_host_async()
+        routed = RoutedLayer(unit, block, made, weights, x, h, chosen, shares, of_router, guess, after, tokens)
+        return pools, routed
+
+    def compute(self, programs: Mapping[str, Any], routed: RoutedLayer) -> LayerStream:
+        """The hidden states after a mixture layer: runs its experts, and loads those that the next one is to want."""
+        key, made, h = (routed.unit, routed.block), routed.made, routed.h
+        slots = self.slots[key]
+        numbers = np.asarray(routed.chosen)[0]
+        wanted = wanted_experts(numbers, routed.tokens)
+        if slots.eviction == "score":
+            slots.see(np.asarray(routed.of_router)[0, : routed.tokens].mean(axis=0))
+        self._finish_ahead(programs, key)
+        self._count(key, wanted)
+        on_host = self._on_host(programs, routed, wanted, numbers)
+        total = None
+        for some, loads in slots.rounds([expert for expert in wanted if expert not in on_host]):
+            self._load(programs, key, loads)
+            table = np.full_like(slots.table, slots.slots)
+            table[some] = slots.table[some]
+            given = self._buffers[key], h, routed.chosen, routed.shares, jax.device_put(table, self._place)
+            total = programs[f"{made}-first"](*given) if total is None else programs[f"{made}-more"](*given, total)
+            self.counts.rounds += 1
+        if on_host:
+            other = self._by_host(programs, routed, on_host, numbers)
+            total = other if total is None else programs[f"{made}-add"](total, other)
+        own = self.with_slots(*key, routed.weights)
+        hidden = programs[f"{made}-join"](own, routed.x, h, total)
+        if routed.guess is not None and routed.following is not None:
+            self._load_ahead(programs, routed.following, wanted_experts(np.asarray(routed.guess)[0], routed.tokens))
+        return hidden
+
+    def _on_host(
+        self, programs: Mapping[str, Any], routed: RoutedLayer, wanted: list[int], numbers: Int[np.ndarray, "T A"]
+    ) -> set[int]:
+        """Wanted experts that the host's processor computes. Free slots are filled first, whatever that costs."""
+        if self._host is None:
+            return set()
+        slots = self.slots[routed.unit, routed.block]
+        many = np.bincount(numbers[: routed.tokens].reshape(-1), minlength=len(slots.table))
+        rows = {expert: int(many[expert]) for expert in wanted}
+        here = [expert for expert in wanted if slots.has(expert)]
+        here += [expert for expert in wanted if not slots.has(expert)][: slots.free]
+        return self._schedule(rows, here, self._costs(programs, routed))
+
+    def _by_host(
+        self, programs: Mapping[str, Any], routed: RoutedLayer, experts: set[int], numbers: Int[np.ndarray, "T A"]
+    ) -> Array:
+        """Sum of the outputs of experts that the host's processor computes, on the device."""
+        assert self._host is not None
+        key, n = (routed.unit, routed.block), routed.tokens
+        h, shares = np.asarray(routed.h)[0], np.asarray(routed.shares)[0]
+        out, left = np.zeros_like(h), sorted(experts)
+        while left:  # no more at a time than threads read, which the host has memory for
+            some, left = left[: self._loaders], left[self._loaders :]
+            contents = {expert: read.result() for expert, read in zip(some, self._reads(key, some), strict=True)}
+            out[:n] += self._host.run(programs, _kind(key), contents, h[:n], numbers[:n], shares[:n])
+        self.counts.on_host += len(experts)
+        return jax.device_put(out[None], self._place)
+
+    def _costs(self, programs: Mapping[str, Any], routed: RoutedLayer) -> ExpertCosts:
+        """Seconds of an expert of a layer in steps of this shape, measured once for all layers of the kind."""
+        if self._given_costs is not None:
+            return self._given_costs
+        key, made = (routed.unit, routed.block), routed.made
+        if made not in self.costs:
+            assert self._host is not None
+            slots = self.slots[key].slots
+            content = self._experts[key].read(self.slots[key].first or 0)  # what is there is written once more
+            table = np.full_like(self.slots[key].table, slots)
+            table[:slots] = np.arange(slots)
+            spread = (np.arange(routed.chosen.size) % slots).reshape(routed.chosen.shape).astype(np.int32)
+            here, spread = jax.device_put((table, spread), self._place)
+
+            def load() -> None:
+                self._into_slot(programs, key, 0, content)
+                jax.block_until_ready(self._buffers[key])
+
+            def compute() -> None:
+                given = self._buffers[key], routed.h, spread, routed.shares, here
+                jax.block_until_ready(programs[f"{made}-first"](*given))
+
+            of_load, of_slots = fastest(load), fastest(compute)
+            of_host = self._host.seconds(programs, _kind(key), content, np.asarray(routed.h)[0])
+            self.costs[made] = ExpertCosts(of_load, of_slots / slots, self._host.rows, of_host)
+        return self.costs[made]
+
+    def _count(self, key: tuple[Unit, str], wanted: list[int]) -> None:
+        hits = sum(self.slots[key].has(expert) for expert in wanted)
+        self.counts.wanted += len(wanted)
+        self.counts.hits += hits
+        self.counts.predicted_hits += len(self._ahead.pop(key, set()).intersection(wanted))
+
+    def _reads(self, key: tuple[Unit, str], experts: Sequence[int]) -> list[Future[Any]]:
+        """Experts that threads read; those in the host's memory are there at once."""
+        own, found = self._experts[key], list[Future[Any]]()
+        for expert in experts:
+            if own.tier == "disk":
+                found.append(self._readers.submit(own.read, expert))
+            else:
+                found.append(Future())
+                found[-1].set_result(own.read(expert))
+        return found
+
+    def _load(self, programs: Mapping[str, Any], key: tuple[Unit, str], loads: Sequence[tuple[int, int]]) -> None:
+        """Loads experts into slots that they have been given; frees those of experts that cannot be read."""
+        reads = self._reads(key, [expert for expert, _ in loads])
+        for at, ((_, slot), read) in enumerate(zip(loads, reads, strict=True)):
+            try:
+                content = read.result()
+            except BaseException as error:
+                self.counts.failures += isinstance(error, WeightsUnavailableError)
+                for expert, _ in loads[at:]:
+                    self.slots[key].forget(expert)
+                raise
+            self._write(programs, key, slot, content)
+
+    def _write(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
+        self._into_slot(programs, key, slot, content)
+        self.counts.loads += 1
+        self.counts.load_bytes += sum(x.nbytes for x in jax.tree.leaves(content))
+
+    def _into_slot(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
+        slots, number = self._buffers[key], jax.device_put(np.int32(slot), self._place)
+        content = jax.device_put(content, self._place)
+        written = programs[_write_name(slots, content)](slots, number, content)
+        self._buffers[key] = jax.tree.unflatten(jax.tree.structure(slots), written)
+
+    def _load_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str], guess: list[int]) -> None:
+        """Begins to load experts that a layer is to want; those in files are written to slots when they are read."""
+        slots, given = self.slots[key], list[tuple[int, int]]()
+        for expert in guess[: slots.slots]:
+            if (slot := slots.ahead(expert, keep=guess[: slots.slots])) is not None:
+                given.append((expert, slot))
+        reads = self._reads(key, [expert for expert, _ in given])
+        self._ahead[key] = {expert for expert, _ in given}
+        self._reads_ahead[key] = [(expert, slot, read) for (expert, slot), read in zip(given, reads, strict=True)]
+        if self._experts[key].tier == "host":
+            self._finish_ahead(programs, key)
+
+    def _finish_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str]) -> None:
+        """Writes what was read ahead into slots. What cannot be read is not there, and read again if it is wanted."""
+        for expert, slot, read in self._reads_ahead.pop(key, []):
+            try:
+                self._write(programs, key, slot, read.result())
+                self.counts.predicted += 1
+            except WeightsUnavailableError:
+                self.counts.failures += 1
+                self._ahead[key].discard(expert)
+                self.slots[key].forget(expert)
+
+    def close(self) -> None:
+        """Ends the threads that read experts."""
+        self._readers.shutdown(cancel_futures=True)
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+
+def with_experts(weights: Any, experts: Any) -> Any:
+    """Weights of a block with these matrices of its experts."""
+    return weights | {"mlp": weights["mlp"] | {"experts": experts}}
+
+
+def _kind(key: tuple[Unit, str]) -> str:
+    return f"{key[0].segment}-{key[1]}"
+
+
+def _write_name(slots: Any, content: Any) -> str:
+    """Name of the program that writes an expert of these shapes into slots."""
+    shapes = [tuple(map(str, (*x.shape, x.dtype))) for x in jax.tree.leaves((slots, content))]
+    return "expert-" + "-".join("x".join(one) for one in shapes)
