@@ -200,6 +200,8 @@ DEFAULT = Rules(
         ("attn_kv_seq", ("context",)),
         ("attn_heads", ("tensor", "ulysses")),
         ("attn_kv_heads", ("tensor", "ulysses")),
+        # Pages of a paged KV cache: those of replicas.
+        ("pages", ("replica", "data", "local", "fsdp", "expert")),
         # Parameters.
         ("layers", ()),
         ("vocab", ("tensor",)),

@@ -153,6 +153,18 @@ def check_mla(mla: str, mesh: str | None) -> None:
         raise ConfigError(without_tensor(mla))
 
 
+def check_span(span: bool, mesh: str | None) -> None:
+    """Checks ``--kv-span`` before a model is loaded.
+
+    Raises:
+        ShardingError: the mesh has no context axis.
+    """
+    from jaxllm.infer.runner import serving_mesh
+
+    if span:
+        serving_mesh.check_mesh(None if mesh is None else serving_mesh.mesh_of(mesh), span=True)
+
+
 def check_speculation(speculate: str | None, tokens: int | None, runs: int = 1, mesh: str | None = None) -> None:
     """Checks ``--speculate``, ``--speculate-tokens`` and ``--speculate-runs`` before a model is loaded.
 

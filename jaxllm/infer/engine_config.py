@@ -64,6 +64,9 @@ class EngineConfig:
             "tpla", "tpla:hadamard", "tpla:pca" or "tpla:none": each has a slice, and generated tokens attend to the
             slices one by one, which is an approximation; behind the colon the rotation that is folded into the weights,
             "pca" by default (``jaxllm.infer.runner.latent_rotation``).
+        kv_span: on a mesh with ``context``: the pages of a request are spread over its devices, so that a sequence may
+            be longer than one device has pages for (``jaxllm.infer.runner.kv_span``); ``pages`` are those of each
+            device. False: each has all pages.
         kv_host_gib: GiB of host memory for pages that the prefix cache evicts on the device, see ``page_store``.
         kv_disk: directory for those that leave host memory, where they are found after a restart; None: none.
         kv_disk_gib: most GiB there.
@@ -113,6 +116,7 @@ class EngineConfig:
     two_phase: bool = False
     overlap: Literal["none", "iso", "nano"] = "none"
     mla: str = "exact"
+    kv_span: bool = False
     kv_host_gib: float = 0.0
     kv_disk: str | None = None
     kv_disk_gib: float = 64.0
@@ -160,6 +164,7 @@ class EngineConfig:
         self._check_two_phase()
         self._check_overlap()
         self._check_mla()
+        self._check_span()
         if self.orders_channels and self.adapter_slots:
             raise ConfigError(
                 f"engine: kv_dtype = {self.kv_dtype!r} reorders the model's channels, and adapters are for its own "
@@ -437,6 +442,25 @@ class EngineConfig:
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.mla != "exact"):
             raise ConfigError(f"engine: mla = {self.mla!r} does not go with {name}; leave one of them out.")
+
+    def _check_span(self) -> None:
+        """Checks what goes with pages that are spread over devices."""
+        wrong = {
+            f"retention = {self.retention!r}": self.retention is not None,
+            f"kv_dtype = {self.kv_dtype!r}, which encodes whole pages": bool(self.residual_window),
+            f"mla = {self.mla!r}": self.mla != "exact",
+            "chunk_cache": self.chunk_cache,
+            "two_phase": self.two_phase,
+            f"overlap = {self.overlap!r}": self.overlap != "none",
+            "batch_invariant": self.batch_invariant,
+            "draft_trees (a tree of draft tokens)": self.draft_trees or (self.speculate or "").startswith("tree"),
+            f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
+            f"stages = {self.stages} (a mesh with stage)": self.stages > 1,
+            f"pools = {self.pools!r}": self.pools is not None,
+            "kv_host_gib and kv_disk, tiers of pages": self.has_tiers,
+        }
+        for name in (name for name, is_so in wrong.items() if is_so and self.kv_span):
+            raise ConfigError(f"engine: kv_span does not go with {name}; leave one of them out.")
 
     def in_halves(self, requests: int, *, decode: bool) -> bool:
         """Whether a step goes through the layers in two halves.

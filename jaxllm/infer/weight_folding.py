@@ -54,5 +54,5 @@ def folding_of(
 
 
 def without_tensor(mla: str) -> str:
-    """What is wrong with latents in slices on a mesh without tensor shards."""
+    """Message: latents in slices on a mesh without tensor shards."""
     return f"mla = {mla!r} slices latents over tensor, and the mesh has none: give tensor=2 or more, or leave mla out."

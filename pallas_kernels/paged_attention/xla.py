@@ -40,6 +40,8 @@ READ_SLOTS = 256, 64
 """Slots read at once: the first size while that many are left, then the second."""
 MAX_READ_PAGES = 8
 """Most pages read at once: each is an instruction of its own."""
+NOWHERE = 1 << 30
+"""Position of a page that is none, see ``attend_to_some_pages``."""
 
 
 def read_unit(page_size: int) -> int:
@@ -69,6 +71,13 @@ class _Problem(NamedTuple):
     """Shared pages of each request, and the softmax over them of each row, [T K G *]."""
     without_pages: bool = False
     """A kernel reads the encoded pages: the tokens in full precision alone are read."""
+    places: Int[Array, "R J"] | None = None
+    """Position of the first slot of each page of the table, where it is not that of a request's whole context."""
+
+    @property
+    def wants_logsumexp(self) -> bool:
+        """Whether the softmax is of a part of the keys."""
+        return self.without_pages or self.places is not None
 
 
 def paged_attention_xla(
@@ -140,13 +149,47 @@ def attend_in_full_precision(
 
     The logsumexp is ``-MASK_VALUE`` where there is none, and for padding.
     """
-    t, n, _ = q.shape
     problem = _Problem(
-        pool, layer, sinks, ragged, format, scale, window, softcap, None, step, None, n, without_pages=True
+        pool, layer, sinks, ragged, format, scale, window, softcap, None, step, None, q.shape[1], without_pages=True
     )
+    return _over_a_part(problem, q.astype(jnp.float32), decode_only)
+
+
+def attend_to_some_pages(
+    q: Float[Array, "T N H"],
+    pool: Slots,
+    layer: Int[Array, ""],
+    ragged: RaggedBatch,
+    places: Int[Array, "R J"],
+    *,
+    format: PageFormat,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    decode_only: bool,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """(output, logsumexp) over some of the pages of each request, in at least float32; writes nothing.
+
+    The logsumexp is ``-MASK_VALUE`` where a row sees nothing, and for padding.
+
+    Args:
+        ragged: with a page table of these pages, in the order of their positions.
+        places: position of the first slot of each; ``NOWHERE`` behind the last one.
+    """
+    problem = _Problem(
+        pool, layer, None, ragged, format, scale, window, softcap, None, None, None, q.shape[1], places=places
+    )
+    return _over_a_part(problem, q.astype(jnp.promote_types(q.dtype, jnp.float32)), decode_only)
+
+
+def _over_a_part(
+    problem: _Problem, q: Float[Array, "T N H"], decode_only: bool
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """(output, logsumexp) of all rows of a problem that is a part of another."""
+    (t, n, _), ragged = q.shape, problem.ragged
     size = min(BLOCK_TOKENS, t)
-    q = jnp.pad(q.astype(jnp.float32), ((0, size), (0, 0), (0, 0)))
-    out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, format.value_dim))
+    q = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
+    out = jnp.broadcast_to(jnp.zeros_like(q[:, :, :1]), (t + size, n, problem.format.value_dim))
     state = out, jnp.full_like(q[:, :, 0], -MASK_VALUE)
     alone = jnp.where(ragged.lengths == 1, 1, 0)
     state = _attend(problem, q, state, ragged.blocks(t, 1, alone), 1)
@@ -174,7 +217,7 @@ def _attend(problem: _Problem, q: Float[Array, "T2 N H"], state: _State, blocks:
         values, top, total = _block(problem, part, block, size)
         if rule is not None and rule.observed and scores is not None:
             scores = _collect(problem, rule, scores, part, block, top, total)
-        if problem.without_pages and scores is not None:
+        if problem.wants_logsumexp and scores is not None:
             lse = jnp.where(total > 0.0, top + jnp.log(jnp.where(total > 0.0, total, 1.0)), -MASK_VALUE)
             scores = put(scores, _ungroup(lse, size)[..., 0], block)
         return put(out, _ungroup(values, size), block), scores
@@ -313,7 +356,12 @@ def _block(
             update=update, state=state,
         )  # fmt: skip
     elif not problem.without_pages:
-        state = _over_pages(more, state, begin // page_size, (reach + page_size - 1) // page_size, page_size)
+        start, stop = begin // page_size, (reach + page_size - 1) // page_size
+        if problem.places is not None:
+            places, whole_page = problem.places[block.request], problem.pool.data.shape[3]
+            start = jnp.sum(places <= begin - whole_page, dtype=reach.dtype) * (whole_page // page_size)
+            stop = jnp.sum(places < reach, dtype=reach.dtype) * (whole_page // page_size)
+        state = _over_pages(more, state, start, stop, page_size)
     if step is not None:
         state = _over_residual(problem, step, block, size, in_full_precision, state)
     top, total, out = state
@@ -384,7 +432,8 @@ def _over_pages(more: Callable[[int, Array, Any], Any], state: Any, first: Array
 def _read(
     problem: _Problem, request: Array, first: Array, count: int, begin: Array, reach: Array, dtype: Any
 ) -> tuple[Float[Array, "K S W"], Int[Array, "K S"] | None]:
-    """Contents of some consecutive pages in ``dtype``, and the stored positions, -1 where unused, if there are any.
+    """Contents of some consecutive pages in ``dtype``, and the positions of their slots if those do not follow from
+    their place: the stored ones, -1 where unused, or those of some of a request's pages, ``NOWHERE`` outside.
 
     The contents are zeros before slot ``begin`` and from ``reach`` on, and where no token is: slots outside may hold
     nan, and 0 * nan is nan.
@@ -409,7 +458,12 @@ def _read(
             channels = cut(problem.pool.channels, (*starts, zero, zero), (1, 1, kv, 1, form.channels))[0, 0]
         held = form.unpack(Slots(held, scales, channels=channels), dtype)
         at = (first + j) * size + jnp.arange(size)
+        if problem.places is not None:
+            place = jnp.where(column < columns, problem.places[request, jnp.minimum(column, columns - 1)], NOWHERE)
+            at = place + within + jnp.arange(size)
         there = (at >= begin) & (at < reach)
+        if problem.places is not None:
+            return jnp.where(there[:, None], held, 0), jnp.broadcast_to(jnp.where(there, at, NOWHERE), (kv, size))
         if problem.retention is None:
             return jnp.where(there[:, None], held, 0), None
         stored = cut(problem.pool.positions, (*starts, zero, within), (1, 1, kv, 1, size))[0, 0, :, 0]

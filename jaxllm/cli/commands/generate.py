@@ -18,6 +18,7 @@ from jaxllm.cli.model_loading import (
     check_offload,
     check_overlap,
     check_pools,
+    check_span,
     check_speculation,
     load_with_progress,
 )
@@ -67,6 +68,7 @@ def generate(argv: list[str]) -> int:
         mesh: str | None = None,
         overlap: Literal["none", "iso", "nano"] = "none",
         mla: str = "exact",
+        kv_span: bool = False,
         pools: str | None = None,
         speculate: str | None = None,
         speculate_tokens: int | None = None,
@@ -124,6 +126,8 @@ def generate(argv: list[str]) -> int:
                 latents, and generated tokens attend to the slices one by one, which is an approximation (tpla:pca,
                 tpla:hadamard, tpla:none: the rotation before slicing); exact: latents are repeated on the devices
                 (docs/serve/serving.md).
+            kv_span: with --mesh context=N: the KV cache pages of a request are spread over the N devices, so that a
+                context may be longer than one device has memory for (docs/serve/serving.md).
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
                 (docs/serve/pools.md); instead of --mesh.
@@ -164,6 +168,7 @@ def generate(argv: list[str]) -> int:
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh)
         check_mla(mla, mesh)
+        check_span(kv_span, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
             raise UsageError("give --prompt TEXT, or --batch FILE and --out FILE.")
         of_prompt = {
@@ -199,7 +204,7 @@ def generate(argv: list[str]) -> int:
             sizes = with_speculation(
                 with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
-            sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla)
+            sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla, kv_span=kv_span)
 
             def load() -> LLM:
                 found = load_with_progress(
@@ -215,8 +220,8 @@ def generate(argv: list[str]) -> int:
             raise UsageError("--effort of `jaxllm generate` is for one engine; leave --pools out, or serve with both.")
         if effort is not None and overlap != "none":
             raise UsageError("--effort of `jaxllm generate` has no --overlap; leave it out, or serve with both.")
-        if effort is not None and mla != "exact":
-            raise UsageError("--effort of `jaxllm generate` has no --mla; leave it out, or serve with both.")
+        if effort is not None and (mla != "exact" or kv_span):
+            raise UsageError("--effort of `jaxllm generate` has no --mla and no --kv-span; leave it out, or serve.")
         if effort is not None and speculate is not None:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
@@ -247,7 +252,7 @@ def generate(argv: list[str]) -> int:
         sizes = single_user_config(
             loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )
-        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla))
+        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla, kv_span=kv_span))
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

@@ -21,6 +21,7 @@ from jaxllm.cli.model_loading import (
     check_offload,
     check_overlap,
     check_pools,
+    check_span,
     check_speculation,
     load_with_progress,
 )
@@ -77,6 +78,7 @@ def serve(argv: list[str]) -> int:
         mesh: str | None = None,
         overlap: Literal["none", "iso", "nano"] = "none",
         mla: str = "exact",
+        kv_span: bool = False,
         pools: str | None = None,
         adapters: Path | None = None,
         adapter_slots: int = 32,
@@ -167,6 +169,8 @@ def serve(argv: list[str]) -> int:
                 latents, and generated tokens attend to the slices one by one, which is an approximation (tpla:pca,
                 tpla:hadamard, tpla:none: the rotation before slicing); exact: latents are repeated on the devices
                 (docs/serve/serving.md).
+            kv_span: with --mesh context=N: the KV cache pages of a request are spread over the N devices, so that a
+                context may be longer than one device has memory for (docs/serve/serving.md).
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
                 (docs/serve/pools.md); instead of --mesh.
@@ -233,6 +237,7 @@ def serve(argv: list[str]) -> int:
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh)
         check_mla(mla, mesh)
+        check_span(kv_span, mesh)
         if speculate_runs != 1:
             check_speculation(speculate, speculate_tokens, speculate_runs, mesh)
         config = ServeConfig(
@@ -258,7 +263,7 @@ def serve(argv: list[str]) -> int:
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
         )
-        sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla)
+        sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla, kv_span=kv_span)
         tuned = None
         if finetune is not None:
             from jaxllm.cli.finetune_arguments import finetune_config

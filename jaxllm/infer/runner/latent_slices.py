@@ -34,10 +34,8 @@ Axes = tuple[str, ...]
 
 def sliced(k: Float[Array, "B T 1 H"], latent: int, slices: int) -> Float[Array, "B T I W"]:
     """Slices of latents with the rotated key behind each, as kv heads."""
-    b, t, _, h = k.shape
-    parts = k[..., :latent].reshape(b, t, slices, latent // slices)
-    shared = jnp.broadcast_to(k[..., latent:], (b, t, slices, h - latent))
-    return jnp.concatenate([parts, shared], axis=-1)
+    parts, shared = jnp.split(k[..., :latent], slices, axis=-1), k[..., latent:]
+    return jnp.concatenate([jnp.concatenate([part, shared], axis=-1) for part in parts], axis=2)
 
 
 def decode_over_slices(

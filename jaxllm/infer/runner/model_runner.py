@@ -127,7 +127,7 @@ class ModelRunner:
         if config.draft_trees:
             check_branches(model.config, config.verify_tokens)
         self.config, self.vocab_size = config, vocab_size
-        self.model, self._split_model = serving_model(model), serving_model(model, split=True)
+        self.model, self._split_model = (serving_model(model, split=way, span=config.kv_span) for way in (False, True))
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         latent = any(block.attention.kv_spec.latent for block in model.config.blocks)
         check_mesh(
@@ -138,6 +138,7 @@ class ModelRunner:
             residual=bool(config.residual_window),
             values_on_host=config.values_on_host,
             platform=target_device().platform,
+            span=config.kv_span,
         )
         if config.batch_invariant and (found := batch_dependent_formats(params)):
             raise ValueError(
@@ -208,7 +209,9 @@ class ModelRunner:
         self.spec = RunnerSpec(groups, least, page_size, columns, max_len, model.config.vocab_size, replicas)
         held = f"pages-{of_sizes}"
         if config.pages is not None or (pages := self.program_cache.saved_value(held)) is None:
-            pages = self._pool_sizes(config.pages or self._minimum_over_processes(self._pages_that_fit()))
+            pages = self._pool_sizes(
+                self._span * (config.pages or 0) or self._minimum_over_processes(self._pages_that_fit())
+            )
             self.program_cache.saved_value(held, list(pages))
         self.spec = dataclasses.replace(self.spec, pages=tuple(pages))
         self._swaps = config.preemption == "swap" or config.has_tiers
@@ -442,11 +445,17 @@ class ModelRunner:
                 f"engine: pages = {most}, but one sequence of {spec.max_len} tokens needs {spec.columns + 1} of "
                 f"{spec.page_size}: give more pages or a smaller max_len."
             )
-        return pool_sizes(self.config, spec.groups, spec.page_size, spec.columns, most)
+        counts = pool_sizes(self.config, spec.groups, spec.page_size, spec.columns, most)
+        return tuple(-(-count // self._span) * self._span for count in counts)
 
     def _page_bytes(self, group: LayerGroup) -> int:
         shards = self._shards
-        return group.page_bytes(self.spec.page_size, shards) // shards
+        return group.page_bytes(self.spec.page_size, shards) // (shards * self._span)
+
+    @property
+    def _span(self) -> int:
+        """Devices that the pages of a replica are spread over."""
+        return self.mesh.shape["context"] if self.config.kv_span and self.mesh is not None else 1
 
     # Programs
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int, Shaped
 
 import sharding
 from jaxllm.infer.runner import logits_processors
+from jaxllm.infer.runner.kv_span import Axes, own_pages, span_axes
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, TRANSFER_AXES, LayerGroup
 from jaxllm.infer.runner.step.step_shape import StepShape
 from pallas_kernels.paged_attention import Slots
@@ -21,15 +22,26 @@ Pools = tuple[Slots, ...]
 
 
 def copy_pages(
-    pool: Shaped[Array, "L P K _ _"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"]
+    pool: Shaped[Array, "L P K _ _"], pairs: Int[Array, "1 S 2"], count: Int[Array, " 1"], *, span: Axes = ()
 ) -> Shaped[Array, "L P K _ _"]:
-    """Copies ``count`` pages of a replica's pool, from the first of each pair to the second, in place."""
+    """Copies ``count`` pages of a replica's pool, from the first of each pair to the second, in place.
+
+    Pages that are spread over the axes of ``span`` are copied between devices.
+    """
+    own = pool.shape[1]
 
     def one(i: Array, pool: Array) -> Array:
         page = jax.lax.dynamic_slice_in_dim(pool, pairs[0, i, 0], 1, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(pool, page, pairs[0, i, 1], axis=1)
 
-    return jax.lax.fori_loop(0, count[0], one, pool)
+    def across(i: Array, pool: Array) -> Array:
+        source, target = pairs[0, i, 0], own_pages(pairs[0, i, 1], own, span)
+        devices = jax.lax.axis_size(span)
+        page = jax.lax.dynamic_slice_in_dim(pool, jnp.clip(source // devices, 0, own - 1), 1, axis=1)
+        page = jax.lax.all_gather(page, span)[source % devices]
+        return pool.at[:, target[None]].set(page, mode="drop")
+
+    return jax.lax.fori_loop(0, count[0], across if span else one, pool)
 
 
 def keep_branch(
@@ -100,12 +112,13 @@ def read_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"]) -> 
     """Gathers pages of one replica for the host; the other replicas get page numbers out of range."""
 
     def local(pool: Array, pages: Array) -> Array:
-        here = (pages[0] < pool.shape[1])[:, None, None, None]
-        found = jnp.where(here, pool[:, jnp.minimum(pages[0], pool.shape[1] - 1)], 0)
-        return jax.lax.psum(found, replicas) if replicas else found
+        numbers = own_pages(pages[0], pool.shape[1], span)
+        here = (numbers < pool.shape[1])[:, None, None, None]
+        found = jnp.where(here, pool[:, jnp.minimum(numbers, pool.shape[1] - 1)], 0)
+        return jax.lax.psum(found, devices) if devices else found
 
     with sharding.use_rules(rules):
-        replicas = sharding.axis_names("batch")
+        devices, span = sharding.axis_names("pages"), span_axes()
         run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST), TRANSFER_AXES)
         return jax.tree.map(lambda x: sharding.constrain(run(x, pages), *(None,) * 5), pool.in_pages())
 
@@ -114,9 +127,10 @@ def write_pages(rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], he
     """Writes pages from the host into the pool; page numbers out of range are ignored."""
 
     def local(pool: Array, pages: Array, held: Array) -> Array:
-        return pool.at[:, pages[0]].set(held, mode="drop")
+        return pool.at[:, own_pages(pages[0], pool.shape[1], span)].set(held, mode="drop")
 
     with sharding.use_rules(rules):
+        span = span_axes()
         run = sharding.shard_map(local, (POOL_AXES, PER_REQUEST, TRANSFER_AXES), POOL_AXES)
         written = jax.tree.map(lambda x, more: run(x, pages, more), pool.in_pages(), held)
         return written._replace(recent=pool.recent)

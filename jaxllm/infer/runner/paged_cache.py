@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 import sharding
 from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.kv_span import span_attention, span_axes
 from jaxllm.infer.runner.latent_slices import decode_over_slices, mixed_over_slices, sliced
 from jaxllm.infer.runner.retention.corm import Corm
 from jaxllm.infer.runner.retention.locret import Locret
@@ -49,7 +50,7 @@ from pallas_kernels.paged_attention.tree_mask import TreeMask
 
 HEADS = ("batch", "attn_seq", "attn_heads", None)
 KV_HEADS = ("batch", None, "attn_kv_heads", None)
-POOL_AXES = ("layers", "batch", "attn_kv_heads", None, None)
+POOL_AXES = ("layers", "pages", "attn_kv_heads", None, None)
 TRANSFER_AXES = ("layers", None, "attn_kv_heads", None, None)
 TABLES, PER_REQUEST = ("batch", None, None), ("batch", None)
 
@@ -347,13 +348,20 @@ class PagedCache:
         """Paged attention: writes k, v to their pages, in place if the pools are a loop's carry, then attends."""
         value_dim = params.latent if v is None else v.shape[3]
         index = self._group(KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window)
-        split = sharding.axis_names("attn_seq")
+        split, span = sharding.axis_names("attn_seq"), span_axes()
 
         def local(
             q: Array, k: Array, v: Array | None, sinks: Array | None, scores: Array | None, *shared: Any
         ) -> tuple[Array, ...]:
             held, form, place, ragged, retention, residual, tree, common = self._unshared(index, *shared)
             q, k, v = q[0], k[0], None if v is None else v[0]
+            if span:
+                assert v is not None
+                out, slots = span_attention(
+                    q, k, v, held, place, ragged, sinks, format=form, scale=params.scale, window=params.window,
+                    softcap=params.softcap, decode_only=self.decode_only, axes=span,
+                )  # fmt: skip
+                return out[None], *jax.tree.leaves(slots)
             if split:  # each device has a shard of the queries, and writes all keys and values to its own pages
                 held = write(held, form.pack(k, v, held.data.dtype), place, ragged, ragged.tokens(len(k)))
                 first, many = jax.lax.axis_index(split) * len(q), len(q)
@@ -374,13 +382,15 @@ class PagedCache:
             local,
             (HEADS, KV_HEADS, KV_HEADS, SINK_AXES, KV_HEADS[:3], *_SHARED_AXES),
             (HEADS, *(POOL_AXES for _ in jax.tree.leaves(self.pools[index]))),
-            check=not split,  # with split queries, the devices of a row write the same pages
+            check=not (split or span),  # with split queries, the devices of a row write the same pages
         )
         kv = (None if x is None else replicate_kv_heads(x) for x in (k, v))
         scores = None
         if self.heads is not None and v is not None and self.groups[index].rule is not None:
             scores = self.heads.score(layer, q, k, v)
         out, *slots = run(q, *kv, sinks, scores, *self._shared(index, layer))
+        if span:
+            out = sharding.constrain(out, "batch", "seq", "act_heads", None)
         return out, self._with(index, slots)
 
     def is_fresh_prefill(self, positions: Int[Array, "B T"]) -> Bool[Array, ""] | None:

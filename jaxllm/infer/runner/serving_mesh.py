@@ -5,7 +5,7 @@ tensor    heads and their KV cache pages, feed-forward width, vocabulary
 data      replicas of the weights, each with sequences and pages of its own
 fsdp      like data; weights are also stored split over it, and all-gathered one layer at a time
 expert    like data; experts are split over it, and tokens are dispatched to them by all-to-all
-context   tokens of a prefill step; pages are replicated over it
+context   tokens of a prefill step; pages are replicated over it, or spread (``kv_span``)
 stage     layers and their KV cache pages; several steps are in flight, see ``jaxllm.infer.stages``
 """
 
@@ -96,6 +96,7 @@ def check_mesh(
     residual: bool = False,
     values_on_host: bool = False,
     platform: str = "cpu",
+    span: bool = False,
 ) -> None:
     """Checks that an engine can serve on a mesh.
 
@@ -107,6 +108,7 @@ def check_mesh(
         residual: pages of the KV cache are encoded as a whole, behind a window of tokens in full precision.
         values_on_host: values of the KV cache are in host memory.
         platform: of the devices, such as "tpu".
+        span: pages of a request are spread over ``context``.
 
     Raises:
         ShardingError: names the axis, and what to use instead.
@@ -119,6 +121,11 @@ def check_mesh(
         raise ShardingError(
             "a KV cache format with values in host memory is not for TPUs, whose compiler ends when a loop slices host "
             "memory by several dimensions: use kivi4."
+        )
+    if span and (mesh is None or mesh.shape.get("context", 1) == 1):
+        raise ShardingError(
+            f"kv_span spreads pages over context, and the mesh {dict(mesh.shape) if mesh else 'of one device'} has "
+            "none: give context=2 or more, or leave kv_span out."
         )
     if mesh is not None and invariant and mesh.shape.get("expert", 1) > 1:
         raise ShardingError(
@@ -166,10 +173,11 @@ def check_overlap(mesh: Mesh | None, residual: str) -> None:
         )
 
 
-def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
+def serving_rules(rules: Rules, *, split: bool = False, span: bool = False) -> Rules:
     """Sharding rules for serving: flat batches, one per replica, and weights without an optimizer.
 
-    With ``split`` a batch's tokens are split over ``context``; each of its devices has all keys and values.
+    With ``split`` a batch's tokens are split over ``context``; each of its devices has all keys and values. With
+    ``span`` each has some of the pages, and attends with all queries.
 
     Training stores a weight split over all axes that split tokens; serving splits it over ``fsdp`` only, so that the
     all-gather before each use, which is repeated for every decoded token, is always an explicit choice.
@@ -177,15 +185,17 @@ def serving_rules(rules: Rules, *, split: bool = False) -> Rules:
     stored = dict.fromkeys(rules.storage, ("fsdp",))
     tokens = ("context",) if split else ()
     own = dict.fromkeys(("seq", "residual_seq", "attn_seq", "router_seq", "expert_seq"), tokens)
+    if span:
+        own |= {"attn_seq": (), "pages": (*rules.mesh_axes("batch"), "context")}
     rules = replace(rules.override(**own, attn_kv_seq=(), layers=(), **stored), folding=None)
     return replace(rules, keep_heads=True)
 
 
-def serving_model(model: Functional, *, split: bool = False) -> Functional:
+def serving_model(model: Functional, *, split: bool = False, span: bool = False) -> Functional:
     """Model with ``serving_rules``, without gradient checkpointing."""
     return functional(
         replace(model.config, remat="none", matmul_precision="plain", embed_grad=1.0),
-        serving_rules(model.rules, split=split),
+        serving_rules(model.rules, split=split, span=span),
     )
 
 

