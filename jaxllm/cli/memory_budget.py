@@ -108,6 +108,8 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     problem: Exception | None = None
     for run in _places(config, budget):
         state = state_bytes_here(run)
+        if budget.host is not None and state.host > budget.host and not _placed(config):
+            run, state = _rest_in_host_memory(run, state, budget.host)
         print(_by_tier(state), flush=True)
         host = None if budget.host is None else budget.host - state.host
         if host is not None and host < 0:
@@ -144,6 +146,25 @@ def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
             streamed = dataclasses.replace(disk, parameters=True, activations=activations)
             places.append(with_remat(dataclasses.replace(config, disk=streamed), "full"))
     return places
+
+
+def _rest_in_host_memory(run: RunConfig, state: StateBytes, most: int) -> tuple[RunConfig, StateBytes]:
+    """The run with the least persistent share beside which the rest of its optimizer state fits into the host's memory,
+    and the bytes of its state; as given, if there is none.
+
+    Args:
+        run: with all its optimizer state in the host's memory.
+        state: its bytes.
+        most: bytes of the host's memory.
+    """
+    from jaxllm.plan.persistent_share import SHARES
+    from jaxllm.train.compile_step import state_bytes_here
+
+    for share in SHARES:
+        one = dataclasses.replace(run, host=dataclasses.replace(run.host, persistent=share))
+        if (found := state_bytes_here(one)).host <= most:
+            return one, found
+    return run, state
 
 
 def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:

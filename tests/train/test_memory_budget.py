@@ -106,14 +106,15 @@ def with_places(monkeypatch):
 
     def memory(run: RunConfig) -> tuple[int, int]:
         layers = sum(KEPT[name] for name in policies_by_layer(run.model.remat, run.model.segments) if name in KEPT)
-        away = run.host.optimizer or bool(run.disk.directory)
-        device = (BASE + layers - STATE * away - PARAMS * run.disk.parameters) << 20
+        away = STATE * (run.host.optimizer * (1 - run.host.persistent) + bool(run.disk.directory))
+        device = round((BASE + layers - away - PARAMS * run.disk.parameters) * 2**20)
         inputs = host_inputs(run.disk, run.model.layers, 1) * run.disk.parameters
         return device, (INPUTS << 20) * inputs // run.model.layers
 
     def state(run: RunConfig) -> compile_step.StateBytes:
         size = STATE << 20
-        return compile_step.StateBytes(size, size * run.host.optimizer, size * bool(run.disk.directory))
+        there = round(size * run.host.optimizer * (1 - run.host.persistent))
+        return compile_step.StateBytes(size, there, size * bool(run.disk.directory))
 
     monkeypatch.setattr(compile_step, "step_memory_here", memory)
     monkeypatch.setattr(compile_step, "state_bytes_here", state)
@@ -123,24 +124,25 @@ def with_places(monkeypatch):
 
 @pytest.mark.parametrize(
     ("budget", "place", "remat"),
-    [
+    [  # a number is the persistent share of a state on the host
         (MemoryBudget(BASE + 40 << 20, None, ("/nvme", 1 << 30)), "device", "elementwise"),
         (MemoryBudget(BASE << 20, None, ("/nvme", 1 << 30)), "device", "full"),
         (MemoryBudget(BASE - 1 << 20, None, ("/nvme", 1 << 30)), "disk", "elementwise"),
-        (MemoryBudget(BASE - 1 << 20, STATE << 20, ("/nvme", 1 << 30)), "host", "elementwise"),
-        (MemoryBudget(BASE - 1 << 20, STATE - 1 << 20, ("/nvme", 1 << 30)), "disk", "elementwise"),
+        (MemoryBudget(BASE - 1 << 20, STATE << 20, ("/nvme", 1 << 30)), 0.0, "elementwise"),
+        (MemoryBudget(BASE - 1 << 20, STATE - 1 << 20, ("/nvme", 1 << 30)), 1 / 16, "elementwise"),
+        (MemoryBudget(BASE - 1 << 20, STATE // 20 << 20, ("/nvme", 1 << 30)), "disk", "elementwise"),
         (MemoryBudget(BASE - STATE << 20, None, ("/nvme", 1 << 30)), "disk", "full"),
     ],
 )
 def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, finished, capsys, budget, place, remat):
     run = fitted_here(dataclasses.replace(runs.run_config(finished), mesh="data=8"), budget)
     assert run.model.remat == remat
-    assert run.host.optimizer == (place == "host")
+    on_host = isinstance(place, float)
+    assert run.host.optimizer == on_host
     assert run.disk == (DiskConfig("/nvme", 1 << 30) if place == "disk" else DiskConfig())
     said = capsys.readouterr().out
-    # The tiny state itself has room, all but what is over fifteen sixteenths.
-    assert run.host.persistent == (15 / 16 if place == "host" else 0)
-    assert ("GiB persistent" in said) == (place == "host")
+    assert run.host.persistent == (place if on_host else 0)
+    assert ("GiB persistent" in said) == (place == 0.0)
     assert f"{STATE / 1024:.3f} GiB on the device" in said
     assert "least in as many MiB" in said
     assert ("in the host's memory" in said) == (budget.host is not None and budget.device < BASE << 20)
