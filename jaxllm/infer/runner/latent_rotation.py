@@ -33,7 +33,6 @@ from jaxllm.infer.runner.serving_mesh import placements, put, serving_model, spa
 from jaxllm.models.attention_context import AttentionParams, LayerIndex, Segments
 from jaxllm.models.channel_order import block_places, weighted_blocks
 from jaxllm.models.functional import Functional, Params, functional
-from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.params import at_least_f32
 
 SEED = 0
@@ -102,7 +101,7 @@ class LatentRotation:
         self.rotations: list[np.ndarray | None] = [None] * len(blocks)
         self.factors: list[np.ndarray | None] = [None] * len(blocks)
         for number, (block, group) in enumerate(blocks):
-            if isinstance(block.attention, MLAConfig):
+            if block.attention.kv_spec.latent:
                 layers = group["attention"]["kv_norm"]["gain"].shape[0]
                 self.rotations[number] = np.broadcast_to(
                     np.eye(block.attention.latent), (layers, *(block.attention.latent,) * 2)
@@ -165,7 +164,7 @@ class LatentRotation:
             tokens = np.tile(tokens, (sharding.axis_size("batch"), 1))
             places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
             dtype, layers = at_least_f32(jnp.dtype(self._config.dtype)), self._config.layers
-            latent = max(b.attention.latent for b in self._config.blocks if isinstance(b.attention, MLAConfig))
+            latent = max(b.attention.latent for b in self._config.blocks if b.attention.kv_spec.latent)
             empty = jnp.zeros((layers, latent, latent), dtype), jnp.zeros((layers, 2, slices), dtype)
 
             def run(params: Params, tokens: Array, places: Array) -> tuple[Array, Array]:
@@ -186,7 +185,7 @@ class LatentRotation:
         return found
 
     def _check(self, model: Functional, params: Params, slices: int) -> None:
-        latent = {b.attention.latent for b in model.config.blocks if isinstance(b.attention, MLAConfig)}
+        latent = {b.attention.latent for b in model.config.blocks if b.attention.kv_spec.latent}
         if not latent:
             raise ConfigError("engine: mla = 'tpla' slices MLA latents, and the model has none; leave it out.")
         apart = any(isinstance(segment, tuple) for segment in params["segments"].values())
@@ -194,7 +193,7 @@ class LatentRotation:
         arrays = [
             group["attention"][name]
             for block, group in blocks
-            if isinstance(block.attention, MLAConfig)
+            if block.attention.kv_spec.latent
             for name in ("kv_down", "kv_up")
         ]
         wrong = {
@@ -264,7 +263,7 @@ def _of_layers(model: Functional, slices: int) -> Functional:
     """The model with MLA latents in slices."""
 
     def of_block(block: Any) -> Any:
-        if not isinstance(block.attention, MLAConfig):
+        if not block.attention.kv_spec.latent:
             return block
         return dataclasses.replace(block, attention=dataclasses.replace(block.attention, slices=slices))
 
