@@ -7,6 +7,7 @@ the host's memory, then on disk, then with the parameters of layers there too. E
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -292,8 +293,8 @@ def within_budget(
     print(columns(head, rows, f"<>{'>>' if of_host else ''}><"), end="\n\n", flush=True)
     chosen = with_remat(config, solved.remat)
     if tier is not None and config.host.optimizer and not config.host.persistent and config.host.device_every == 1:
-        plans = persistent_plans(config, budget.device, solved, tier, mesh, widths, placed)
-        chosen = _with_persistent_share(config, budget.device, plans, tier, measure)
+        plans_of = functools.partial(persistent_plans, config, budget.device, solved, tier, mesh, widths, placed)
+        chosen = _with_persistent_share(config, budget.device, plans_of, tier, measure)
     if compared := remat_table(compare_remat(chosen, blocks)):
         print(compared, end="\n\n", flush=True)
     return chosen
@@ -302,7 +303,7 @@ def within_budget(
 def _with_persistent_share(
     config: RunConfig,
     budget: int,
-    plans: list[PersistentPlan],
+    plans_of: Callable[[int], list[PersistentPlan]],
     tier: HostTier,
     measure: Callable[[RunConfig], StepBytes],
 ) -> RunConfig:
@@ -313,8 +314,8 @@ def _with_persistent_share(
     def run_of(plan: PersistentPlan) -> RunConfig:
         return with_remat(replace(config, host=replace(config.host, persistent=plan.share)), plan.remat)
 
-    replace = dataclasses.replace
-    chosen = fastest_that_fits(plans, budget, tier, lambda plan: measure(run_of(plan)))
+    replace, plans = dataclasses.replace, plans_of(0)
+    chosen = fastest_that_fits(plans, budget, tier, lambda plan: measure(run_of(plan)), plans_of)
     rows = [
         (
             f"{plan.share:g}",

@@ -17,7 +17,16 @@ import jax
 from jaxllm.models import DecoderConfig
 from jaxllm.models.remat import RematError, offloaded_share, policies_by_layer
 from jaxllm.plan.formulas.device_work import DeviceWork
-from jaxllm.plan.remat_solver import HostTier, Measure, RematSolution, StepBytes, places_bytes, solve, value_sizes
+from jaxllm.plan.remat_solver import (
+    CLOSE,
+    HostTier,
+    Measure,
+    RematSolution,
+    StepBytes,
+    places_bytes,
+    solve,
+    value_sizes,
+)
 from jaxllm.train import RunConfig
 from jaxllm.train.disk.step_bytes import shard_bytes
 from jaxllm.train.host_offload import persistent_arrays
@@ -57,6 +66,7 @@ def persistent_plans(
     mesh: MeshSpec,
     widths: Mapping[str, float] | None = None,
     placed: Sequence[str] = (),
+    error: int = 0,
 ) -> list[PersistentPlan]:
     """Plans of all shares that fit by the measured sizes of policies, that without persistent state first.
 
@@ -67,12 +77,13 @@ def persistent_plans(
         host: where activations may be moved to, beside that state.
         mesh: of the run.
         widths, placed: see ``solve``.
+        error: bytes that a compiled program with persistent state took beyond the sum of its parts; may be negative.
     """
     model = run_model(config)
     state = run_state(config, model, build_optimizer(config, model), mesh.abstract()).opt_state
     sizes = [shard_bytes(one) for one in jax.tree.leaves(state) if one.sharding.memory_kind == "pinned_host"]
     micro, measure = DeviceWork.of(config, mesh).micro_batches, modelled(config.model, solved, widths)
-    more = max(0, solved.bytes - measure(solved.remat).device)  # of a mixed program beyond the sum of its parts
+    more = error + max(0, solved.bytes - measure(solved.remat).device)  # of a mixed program beyond the sum of its parts
     plans: list[PersistentPlan] = []
     for share in SHARES:
         stays = sum(sizes[n] for n in persistent_arrays(sizes, share))
@@ -95,7 +106,11 @@ def persistent_plans(
 
 
 def fastest_that_fits(
-    plans: list[PersistentPlan], budget: int, host: HostTier, measure: Callable[[PersistentPlan], StepBytes]
+    plans: list[PersistentPlan],
+    budget: int,
+    host: HostTier,
+    measure: Callable[[PersistentPlan], StepBytes],
+    again: Callable[[int], list[PersistentPlan]] | None = None,
 ) -> PersistentPlan:
     """The plan of least predicted time whose compiled step fits, with its measured bytes.
 
@@ -104,13 +119,27 @@ def fastest_that_fits(
         budget: bytes of a device.
         host: where activations may be moved to, beside the state.
         measure: compiles the step of a plan.
+        again: the plans with an ``error`` in their predicted bytes: asked where the step leaves much of the budget.
     """
-    for plan in sorted(plans, key=lambda plan: plan.seconds)[:COMPILED]:
+
+    def fitting(plan: PersistentPlan) -> PersistentPlan | None:
+        found = measure(plan)
+        fits = found.device <= budget and found.host <= host.bytes + plan.stays
+        return plan._replace(bytes=found.device) if fits else None
+
+    def by_time(plans: list[PersistentPlan]) -> list[PersistentPlan]:
+        return sorted(plans, key=lambda plan: plan.seconds)[:COMPILED]
+
+    for plan in by_time(plans):
         if plan is plans[0]:
             break
-        found = measure(plan)
-        if found.device <= budget and found.host <= host.bytes + plan.stays:
-            return plan._replace(bytes=found.device)
+        if (best := fitting(plan)) is None:
+            continue
+        if again is not None and best.bytes < CLOSE * budget:
+            for one in (one for one in by_time(again(best.bytes - plan.bytes)) if one.seconds < best.seconds):
+                if (fuller := fitting(one)) is not None:
+                    return fuller
+        return best
     return plans[0]
 
 

@@ -117,3 +117,21 @@ def test_only_what_fits_as_compiled_is_taken():
     assert (chosen.share, chosen.bytes) == (0.25, 75)
     assert seen == [0.75, 0.5, 0.25]
     assert fastest_that_fits(plans, 80, tier, measure(dict.fromkeys(SHARES, over))) == plans[0]
+
+
+def test_what_a_step_leaves_of_the_budget_is_used():
+    """A first step takes 20 bytes less than predicted: plans with that in mind are compiled, the fastest first."""
+    plans = [PersistentPlan(n / 4, "full", 10 * n, 40 - 10 * n, 50 + 20 * n, 9.0 - n) for n in range(3)]
+    tier, asked = HostTier(5, 1.0, 1.0), list[int]()
+
+    def again(error: int) -> list[PersistentPlan]:
+        asked.append(error)
+        return [*plans, PersistentPlan(0.75, "full", 30, 10, 85, 6.0), PersistentPlan(0.875, "full", 35, 5, 95, 5.0)]
+
+    sizes = {0.5: StepBytes(70), 0.75: StepBytes(88), 0.875: StepBytes(101)}
+    chosen = fastest_that_fits(plans, 100, tier, lambda plan: sizes[plan.share], again)
+    assert asked == [-20]
+    assert (chosen.share, chosen.bytes) == (0.75, 88)
+    assert fastest_that_fits(plans, 100, tier, lambda plan: sizes[0.5], lambda error: plans).bytes == 70
+    assert fastest_that_fits(plans, 72, tier, lambda plan: StepBytes(70), again).bytes == 70
+    assert asked == [-20], "97% is enough"
