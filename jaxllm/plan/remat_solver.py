@@ -196,16 +196,31 @@ def solve(
         for name in sorted(sizes, key=lambda name: (not there_of[name], sizes[name]))  # those on the host come first
     }
     tried: dict[str, RematCandidate] = {}
+
+    def alone(name: str) -> RematCandidate:
+        """Policy for all layers, by the sizes of a layer."""
+        again = sum(n * cost for (_, n), cost in zip(model.segments, layer[name].flops, strict=True))
+        device, away = (int(model.layers * size) for size in (layer[name].device, layer[name].host))
+        exposed = 0.0 if host is None else host.exposed(away, forward, 2 * forward + again)
+        return RematCandidate(base.bytes + device, 3 * forward + again, away, exposed)
+
+    # The best of them is one loop: it is there if mixtures take more than their parts.
+    if single := [name for name in layer if name not in named and fits(alone(name))]:
+        remat = min(single, key=lambda name: seconds(alone(name)))
+        one = tried[remat] = measured(remat)
+        found |= {remat: one} if fits(one) else {}
     more = there = 0.0  # bytes of a mixed program beyond the sum of its parts
+    solutions: set[str] = set()
     for _ in range(TRIES):
         limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - there))
         counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward)
         if counts is None:
             break
         remat = format_policies(model, counts)
-        if remat in named or remat in tried:
+        if remat in named or remat in solutions:
             break
-        one = tried[remat] = measured(remat)
+        solutions.add(remat)
+        one = tried[remat] = tried[remat] if remat in tried else measured(remat)
         if fits(one):
             found[remat] = one
             if one.bytes >= CLOSE * budget:
