@@ -44,6 +44,8 @@ SHARE = 1 / 16
 """Steps of the share of tokens whose matmul results are moved to the host."""
 CLOSE = 0.95
 """Fraction of a budget beyond which no better solution is tried."""
+ALONE = 2
+"""Most sets of values that are compiled for all layers."""
 TRIES = 5
 LOOPS = 3
 """Most policies of a segment: each is a loop of its own in the program."""
@@ -205,10 +207,18 @@ def solve(
         return RematCandidate(base.bytes + device, 3 * forward + again, away, exposed)
 
     # The best of them is one loop: it is there if mixtures take more than their parts.
-    if single := [name for name in layer if name not in named and fits(alone(name))]:
-        remat = min(single, key=lambda name: seconds(alone(name)))
+    over = 0
+    for _ in range(ALONE):
+        single = {name: alone(name) for name in layer if name not in named and name not in tried}
+        single = {name: one for name, one in single.items() if fits(one._replace(bytes=one.bytes + over))}
+        if not single:
+            break
+        remat = min(single, key=lambda name: seconds(single[name]))
         one = tried[remat] = measured(remat)
-        found |= {remat: one} if fits(one) else {}
+        if fits(one):
+            found[remat] = one
+            break
+        over = max(over, one.bytes - single[remat].bytes)
     more = there = 0.0  # bytes of a mixed program beyond the sum of its parts
     solutions: set[str] = set()
     for _ in range(TRIES):
