@@ -6,7 +6,8 @@ Also called activation checkpointing or selective recomputation. Examples of ``D
 "none=8,full=24"            the first 8 layers keep every value, the other 24 keep their input alone
 
 none         every intermediate value is kept
-elementwise  norms, rotary embeddings and activation functions are recomputed, no matmul
+elementwise  norms, rotary embeddings and activation functions are recomputed, and no matmul but projections whose
+             results norms or clipping read
 attention    attention itself as well, from the saved queries, keys and values, but no matmul with a weight: the
              selective recomputation of arXiv:2205.05198, whose scores a flash kernel never stores
 full         the whole block is recomputed from its input (arXiv:1604.06174)

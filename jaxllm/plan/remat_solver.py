@@ -44,6 +44,8 @@ SHARE = 1 / 16
 """Steps of the share of tokens whose matmul results are moved to the host."""
 CLOSE = 0.95
 """Fraction of a budget beyond which no better solution is tried."""
+ALONE = 2
+"""Most sets of values that are compiled for all layers."""
 TRIES = 5
 LOOPS = 3
 """Most policies of a segment: each is a loop of its own in the program."""
@@ -196,16 +198,39 @@ def solve(
         for name in sorted(sizes, key=lambda name: (not there_of[name], sizes[name]))  # those on the host come first
     }
     tried: dict[str, RematCandidate] = {}
+
+    def alone(name: str) -> RematCandidate:
+        """Policy for all layers, by the sizes of a layer."""
+        again = sum(n * cost for (_, n), cost in zip(model.segments, layer[name].flops, strict=True))
+        device, away = (int(model.layers * size) for size in (layer[name].device, layer[name].host))
+        exposed = 0.0 if host is None else host.exposed(away, forward, 2 * forward + again)
+        return RematCandidate(base.bytes + device, 3 * forward + again, away, exposed)
+
+    # The best of them is one loop: it is there if mixtures take more than their parts.
+    over = 0
+    for _ in range(ALONE):
+        single = {name: alone(name) for name in layer if name not in named and name not in tried}
+        single = {name: one for name, one in single.items() if fits(one._replace(bytes=one.bytes + over))}
+        if not single:
+            break
+        remat = min(single, key=lambda name: seconds(single[name]))
+        one = tried[remat] = measured(remat)
+        if fits(one):
+            found[remat] = one
+            break
+        over = max(over, one.bytes - single[remat].bytes)
     more = there = 0.0  # bytes of a mixed program beyond the sum of its parts
+    solutions: set[str] = set()
     for _ in range(TRIES):
         limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - there))
         counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward)
         if counts is None:
             break
         remat = format_policies(model, counts)
-        if remat in named or remat in tried:
+        if remat in named or remat in solutions:
             break
-        one = tried[remat] = measured(remat)
+        solutions.add(remat)
+        one = tried[remat] = tried[remat] if remat in tried else measured(remat)
         if fits(one):
             found[remat] = one
             if one.bytes >= CLOSE * budget:

@@ -52,8 +52,8 @@ def compile(argv: list[str]) -> int:
             html: HTML page to write: memory over the schedule, timeline, roofline, collectives.
             anyway: let the TPU compiler compile a step that does not fit, to see which arrays take the memory.
             within: memory budget of a device, such as 20GiB, or a number of GiB: first finds what each layer keeps and
-                computes again (model.remat) with the least recomputation that fits, which takes about six compilations,
-                seven with --host.
+                computes again (model.remat) with the least recomputation that fits, which takes about seven
+                compilations, eight with --host.
             host: with --within: host memory for each device, such as 64GiB, where layers may keep activations too; the
                 step of least time is found, in which copies count as far as the passes do not hide them.
             estimate: do not compile: print an estimate of the step's memory from its traced operations, in seconds.
