@@ -104,7 +104,7 @@ class LatentRotation:
             if block.attention.kv_spec.latent:
                 layers = group["attention"]["kv_norm"]["gain"].shape[0]
                 self.rotations[number] = np.broadcast_to(
-                    np.eye(block.attention.latent), (layers, *(block.attention.latent,) * 2)
+                    np.eye(block.attention.kv_spec.value_dim), (layers, *(block.attention.kv_spec.value_dim,) * 2)
                 )
         moments, _ = self._statistics(model, params, slices, tokens)
         self.rotations = [
@@ -141,7 +141,7 @@ class LatentRotation:
         ):
             if rotation is None:
                 continue
-            attention, latent = dict(group["attention"]), block.attention.latent
+            attention, latent = dict(group["attention"]), block.attention.kv_spec.value_dim
             gain = attention["kv_norm"]["gain"]
             attention["kv_norm"] = {"gain": jnp.zeros_like(gain) if plus_one else jnp.ones_like(gain)}
             gains = np.asarray(gain, np.float64) + plus_one
@@ -164,7 +164,7 @@ class LatentRotation:
             tokens = np.tile(tokens, (sharding.axis_size("batch"), 1))
             places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
             dtype, layers = at_least_f32(jnp.dtype(self._config.dtype)), self._config.layers
-            latent = max(b.attention.latent for b in self._config.blocks if b.attention.kv_spec.latent)
+            latent = max(b.attention.kv_spec.value_dim for b in self._config.blocks if b.attention.kv_spec.latent)
             empty = jnp.zeros((layers, latent, latent), dtype), jnp.zeros((layers, 2, slices), dtype)
 
             def run(params: Params, tokens: Array, places: Array) -> tuple[Array, Array]:
@@ -185,7 +185,7 @@ class LatentRotation:
         return found
 
     def _check(self, model: Functional, params: Params, slices: int) -> None:
-        latent = {b.attention.latent for b in model.config.blocks if b.attention.kv_spec.latent}
+        latent = {b.attention.kv_spec.value_dim for b in model.config.blocks if b.attention.kv_spec.latent}
         if not latent:
             raise ConfigError("engine: mla = 'tpla' slices MLA latents, and the model has none; leave it out.")
         apart = any(isinstance(segment, tuple) for segment in params["segments"].values())
@@ -200,7 +200,7 @@ class LatentRotation:
             f"latents of {sorted(latent)}, which tensor={slices} does not divide": any(c % slices for c in latent),
             "latents of different sizes": len(latent) > 1,
             "LayerNorms, which a rotation does not go through": model.config.norm == "layer",
-            "latents in slices already": any(getattr(b.attention, "slices", 1) > 1 for b in model.config.blocks),
+            "latents in slices already": any(b.attention.kv_spec.slices > 1 for b in model.config.blocks),
             "layers apart": apart,
             "adapted or packed weights (packed ones are unpacked with --weights plain)": model.adapt is not None
             or not all(hasattr(x, "at") for x in arrays),
