@@ -12,7 +12,7 @@ from jaxllm.cli.errors import UsageError
 if TYPE_CHECKING:
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
-    from jaxllm.infer.streaming.placement_fit import ModelBytes
+    from jaxllm.infer.streaming.placement_fit import FittedPlacement, ModelBytes
     from jaxllm.infer.streaming.tier_rates import TierRates
 
 
@@ -43,7 +43,28 @@ def solve_placement(request: FitRequest, model: ModelBytes, sequences: int) -> O
         raise UsageError(f"--offload: {error}") from None
     best = max(found, key=lambda one: one.tokens_per_second)
     print(f"{show(found)}\nchosen for batches of {best.batch}: --offload {best.budget}", file=sys.stderr, flush=True)
+    if request.prompt is not None:
+        print(_throughput(best, model, rates, request.prompt, limits.length), file=sys.stderr, flush=True)
     return best.budget
+
+
+def _throughput(best: FittedPlacement, model: ModelBytes, rates: TierRates, prompt: int, length: int) -> str:
+    """Line with the throughput of requests with prompts: its bound, and of eight times the batch of them."""
+    from jaxllm.infer.engine_config import EngineConfig
+    from jaxllm.infer.streaming.placement_fit import predict
+    from jaxllm.infer.streaming.throughput_bound import EngineLimits, Workload, bound, predicted
+
+    def seconds(tokens: float) -> float:
+        return predict(model, rates, best.budget, max(1, round(tokens))).seconds
+
+    work = Workload(8 * best.batch, prompt, length - prompt)
+    limits = EngineLimits(EngineConfig.max_batched_tokens, best.batch, best.batch * length)
+    most = bound(seconds, limits, work)
+    return (
+        f"requests of {prompt} + {length - prompt} tokens, steps of at most {limits.tokens}: at most "
+        f"{most.tokens_per_second:.1f} generated tokens/s (limit: {most.limit}); "
+        f"{predicted(seconds, limits, work):.1f} for {work.requests} requests"
+    )
 
 
 def _published(model: ModelBytes, request: FitRequest) -> TierRates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,12 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     said = capsys.readouterr().err
     assert f"--offload {budget}" in said
     assert [line.split()[0] for line in said.splitlines()[1:4]] == ["1", "2", "4"]
+    assert "requests of" not in said
+    solve_placement(dataclasses.replace(request, prompt=4), MODEL, 4)
+    said = capsys.readouterr().err
+    assert re.search(r"requests of 4 \+ 6 tokens.*at most [0-9.]+ generated tokens/s \(limit: max_sequences\)", said)
+    with pytest.raises(ValueError, match="below length = 10"):
+        FitRequest.parse("fit,length=10,prompt=10")
     with pytest.raises(UsageError, match="bench MODEL --tiers"):
         solve_placement(dataclasses.replace(request, rates=None), MODEL, 4)
 

@@ -1,8 +1,8 @@
 """Fit request: an offload budget that is to be solved for, as a user gives it.
 
 ``fit,device=20GiB,host=48GiB,disk=DIR``: here the bytes are limits of everything, weights, window and KV cache.
-Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=TOKENS`` of a sequence, ``window`` and
-``loaders`` as in an offload budget.
+Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=TOKENS`` of a sequence, ``prompt=TOKENS``
+of them, ``window`` and ``loaders`` as in an offload budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import WINDOWS, TierLimits
 
-USAGE = "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,window=LAYERS,loaders=THREADS"
+USAGE = "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,window=LAYERS,loaders=THREADS"
 SHARE = 0.9
 """Share of the free memory of device and host that is used where no limit is given."""
 
@@ -31,6 +31,7 @@ class FitRequest:
         length: tokens of a sequence.
         windows: windows to choose from.
         loaders: threads that read layers.
+        prompt: of ``length``, tokens of the prompt, for a throughput with prefill; None: decoding alone is predicted.
     """
 
     device: int | None = None
@@ -40,6 +41,7 @@ class FitRequest:
     length: int = 1024
     windows: tuple[int, ...] = WINDOWS
     loaders: int = 2
+    prompt: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> FitRequest | None:
@@ -55,7 +57,7 @@ class FitRequest:
         budget: list[str] = []
         for part in parts:
             name, _, value = part.partition("=")
-            if name in ("rates", "length") and value and name not in own:
+            if name in ("rates", "length", "prompt") and value and name not in own:
                 own[name] = value
             elif name in ("experts", "experts_host", "evict", "absent"):
                 raise ValueError(
@@ -65,6 +67,9 @@ class FitRequest:
                 budget.append(part)
         if not own.get("length", "1").isdecimal() or own.get("length") == "0":
             raise ValueError(f"length = {own['length']!r}; give a number of tokens.")
+        length = int(own.get("length", cls.length))
+        if "prompt" in own and not (own["prompt"].isdecimal() and 0 < int(own["prompt"]) < length):
+            raise ValueError(f"prompt = {own['prompt']!r}; give a number of tokens below length = {length}.")
         try:
             limits = OffloadBudget.parse(",".join(budget), limits=True)
         except ValueError as error:
@@ -75,9 +80,10 @@ class FitRequest:
             limits.host if "host" in given else None,
             limits.disk,
             Path(own["rates"]) if "rates" in own else None,
-            int(own.get("length", cls.length)),
+            length,
             (limits.window,) if "window" in given else WINDOWS,
             limits.loaders,
+            int(own["prompt"]) if "prompt" in own else None,
         )
 
     def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:
