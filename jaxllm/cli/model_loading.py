@@ -148,8 +148,10 @@ def check_mla(mla: str, mesh: str | None) -> None:
     from jaxllm.infer.runner.serving_mesh import mesh_of
     from jaxllm.infer.weight_folding import without_tensor
 
+    if mla == "exact":
+        return
     EngineConfig(mla=mla)
-    if mla != "exact" and (None if mesh is None else mesh_of(mesh).shape.get("tensor", 1)) in (None, 1):
+    if (None if mesh is None else mesh_of(mesh).shape.get("tensor", 1)) in (None, 1):
         raise ConfigError(without_tensor(mla))
 
 

@@ -151,7 +151,9 @@ class DecoderConfig:
             )
         # Both raise if what they name does not fit the layers.
         policies_by_segment(self.remat, self.segments)
-        check_values(self.remat, {one.name for block in self.blocks for one in block.matmul_values(self.embed_dim)})
+        if "save:" in self.remat:
+            kinds = {*self.prefix, *self.pattern}
+            check_values(self.remat, {one.name for block in kinds for one in block.matmul_values(self.embed_dim)})
         residual_by_segment(self.residual, self.segments)
         if self.pre_gated and self.residual != "plain":
             raise ValueError(

@@ -28,7 +28,12 @@ MESH = MeshSpec.parse("fsdp=4")
 
 def run() -> RunConfig:
     data = DataConfig(batch_size=8, seq_len=64)
-    return RunConfig(model=tiny.decoder(layers=LAYERS), data=data, host=HostConfig(optimizer=True), mesh="fsdp=4")
+    return RunConfig(
+        model=tiny.decoder(layers=LAYERS, dtype="float32"),
+        data=data,
+        host=HostConfig(optimizer=True),
+        mesh="fsdp=4",
+    )
 
 
 def state_arrays() -> list[int]:
