@@ -135,7 +135,8 @@ def test_the_command_ranks_explains_prices_and_saves(tmp_path, capsys):
 def test_top_layouts_are_compiled(capsys, monkeypatch):
     asked = []
 
-    def compile_layout(layout, cluster, progress, calibration):
+    def compile_layout(layout, cluster, progress, calibration, html):
+        assert html is None
         asked.append((str(layout.mesh), cluster.name))
         if len(asked) == 2:
             raise OutOfDeviceMemory(cluster.name, 40 * 2**30, 31 * 2**30)
