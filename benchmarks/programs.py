@@ -58,6 +58,7 @@ RECIPES = {
     "orpo_smollm2": "h100:1x1",
     "reward_smollm2": "h100:1x1",
     "simpo_smollm2": "h100:1x1",
+    "pre_gated": "cpu:1",
 }
 """Topology that each recipe is compiled for: one where it fits and compiles quickly."""
 SCHEDULES = {

@@ -116,7 +116,8 @@ def proof(
     Args:
         issue: the proof's group, `make proof ISSUE`; the folder it lives in.
         count: trials of the full run: seeds, or distinct examples; of listed cases it is their number.
-        sample: trials of it in a test run that samples it; `sampling` says which it samples.
+        sample: trials of it in a test run that samples it; `sampling` says which it samples. 0: none, since it compares
+            seconds, which mean nothing beside other tests.
         name: default: the function's name.
         bound: largest legal error, one for all or by name. None: the trial returns no error.
         strategy: draws examples; None: the trial takes a seed, or a case.
@@ -136,8 +137,8 @@ def proof(
         if (cases is None) == (count is None) or (cases is not None and strategy is not None):
             raise ProofError(f"proof {issue}/{case}: give a count, with or without a strategy, or give cases.")
         number = len(cases) if cases is not None else count or 0
-        if not 0 < sample <= number or chunk < 1:
-            raise ProofError(f"proof {issue}/{case}: need 0 < sample <= count and chunk >= 1.")
+        if not 0 <= sample <= number or number < 1 or chunk < 1:
+            raise ProofError(f"proof {issue}/{case}: need 0 <= sample <= count, count >= 1 and chunk >= 1.")
         bounds = dict(bound) if isinstance(bound, Mapping) else {} if bound is None else {"error": float(bound)}
         listed = None if cases is None else tuple(cases)
         if strange := [one for one in quick if one not in (listed or ())]:
