@@ -200,7 +200,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def planned() -> list[tuple[Proof, float]]:
-    """All proofs that a test run may sample, in this one's order, each with the seconds that a unit is expected to take."""
+    """Proofs that a test run may sample, in its order, each with the seconds that a unit is expected to take."""
     proofs = [p for issue in harness.issues() for p in harness.load(issue).values() if p.sample > 0] + _dummies()
     records = {issue: {case["name"]: case for case in stored.read(issue)["cases"]} for issue in harness.issues()}
     tree = covered_code.Tree.here()
