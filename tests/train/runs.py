@@ -100,14 +100,18 @@ def shared_programs() -> Iterator[None]:
     """Runs in such blocks of this process that need the same training step, or evaluation, share one program.
 
     Tracing and compiling them is most of what a tiny run costs. Processes that resume a run have programs of their own:
-    see tests/proofs/first_run/resume.py, and the tests that start ``jaxllm train``.
+    see tests/proofs/first_run/resume.py, and the tests that start ``jaxllm train``. A step with state in files is its
+    run's own: it has those files.
     """
     compile_step, init = preparing.Run.compile_step, Evaluator.__init__
+    sharing = True
 
     def settings() -> tuple[bool, ...]:
         return tuple(jax.config.read(name) for name in ("jax_enable_x64", "jax_disable_most_optimizations"))
 
     def compiled(self: preparing.Run) -> Any:
+        if not sharing or self.config.disk.directory:
+            return compile_step(self)
         # What tests replace decides on the program too.
         replaced = tuple(getattr(preparing, f"build_{what}") for what in ("value_and_grad", "step", "optimizer"))
         key = _deciding(self.config), str(self.mesh), settings(), replaced
@@ -117,13 +121,16 @@ def shared_programs() -> Iterator[None]:
 
     def initialised(self: Evaluator, model: Any, mesh: Any, dataset: Any, sums: Any = None, **more: Any) -> None:
         init(self, model, mesh, dataset, sums, **more)
-        if sums is None:
+        if sharing and sums is None:
             self._sums = _evaluations.setdefault((model, settings()), self._sums)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing.Run, "compile_step", compiled)
         patch.setattr(Evaluator, "__init__", initialised)
-        yield
+        try:
+            yield
+        finally:
+            sharing = False  # a test that replaces them too, and undoes it later, puts these functions back
 
 
 def _deciding(config: RunConfig) -> str:

@@ -411,3 +411,15 @@ def test_the_models_tokens_fit_the_configured_model(finished):
     want = functional(config.model).abstract()
     assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(lambda leaf: leaf.shape, want)
     assert from_dict(RunConfig, meta["config"]) == config
+
+
+def test_programs_are_shared_only_inside_the_block():
+    """A function that a test replaces inside, and puts back after the end, shares nothing any more."""
+    compiled: list[object] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.MonkeyPatch.context() as late:
+        patch.setattr(run.Run, "compile_step", lambda self: compiled.append(self))
+        with runs.shared_programs():
+            late.setattr(run.Run, "compile_step", None)
+        late.undo()
+        run.Run.compile_step("a run")  # type: ignore[arg-type]
+    assert compiled == ["a run"]
