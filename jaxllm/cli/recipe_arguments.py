@@ -9,7 +9,7 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from jaxllm.config import closest, new_field_names
 
 if TYPE_CHECKING:
     from jaxllm.train import RunConfig, TrainResult
+    from jaxllm.train.layout_switch import LayoutSwitch
 
 Recipe = Callable[[], "RunConfig"]
 ELASTIC = "--elastic"
@@ -174,20 +175,25 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
         words, file = without_together(sys.argv[1:] if argv is None else argv)
         words, budget = without_budget(words)
         words, on = without_topology(words)
+        words, switches = without_switches(words)
         if budget is not None and file is not None:
             raise UsageError("--together trains several runs in one step; give each its model.remat, not --within.")
+        if switches and file is not None:
+            raise UsageError("--together trains several runs in one step, on one mesh; leave --replan out.")
         config = configure(recipe, words, prog)
         use_compilation_cache()
-        if on and config.mesh != "auto":
+        if on and "auto" not in (config.mesh, *(switch.mesh for switch in switches)):
             raise UsageError(f"--on {on}: the devices that --mesh auto plans for; give both, or leave --on out.")
-        with processes(config.distributed):
+
+        def laid_out(config: RunConfig) -> RunConfig:
             if config.mesh == "auto":
                 config = planned_here(config, on)
-            if budget is not None:
-                config = fitted_here(config, budget)
+            return config if budget is None else fitted_here(config, budget)
+
+        with processes(config.distributed):
             if file is not None:
-                return start_together(config, file)
-            finished = start_training(config)
+                return start_together(laid_out(config), file)
+            finished = start_switched(config, switches, laid_out) if switches else start_training(laid_out(config))
         return 0 if finished.complete else 128 + (finished.signal or 0)
 
     return guarded(run)
@@ -219,9 +225,42 @@ def planned_here(config: RunConfig, on: str) -> RunConfig:
     return layout.run
 
 
+def without_switches(argv: list[str]) -> tuple[list[str], list[LayoutSwitch]]:
+    """The arguments of `jaxllm train` without ``--replan STEP[:MESH]``, and the layout switches that they ask for."""
+    rest, found, words = [], [], iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "--replan":
+            from jaxllm.train.layout_switch import LayoutSwitch
+
+            try:
+                found.append(LayoutSwitch.parse(value if equals else next(words, "")))
+            except ValueError as error:
+                raise UsageError(f"--replan: {error}") from None
+        else:
+            rest.append(word)
+    return rest, found
+
+
 def start_training(config: RunConfig) -> TrainResult:
     """Trains a run by the loop for its kind of configuration."""
     return pkgutil.resolve_name(config.loop)(config)
+
+
+def start_switched(
+    config: RunConfig, switches: Sequence[LayoutSwitch], lay_out: Callable[[RunConfig], RunConfig]
+) -> TrainResult:
+    """Trains a run whose mesh changes; see ``switched_train``.
+
+    Raises:
+        UsageError: runs of this kind keep their mesh.
+    """
+    from jaxllm.train import RunConfig
+    from jaxllm.train.layout_switch import switched_train
+
+    if config.loop != RunConfig.loop:
+        raise UsageError(f"--replan: runs of {type(config).__name__} keep their mesh; leave it out.")
+    return switched_train(config, switches, lay_out)
 
 
 def start_together(config: RunConfig, file: Path) -> int:

@@ -104,6 +104,7 @@ def train(
     also: Sequence[StateProvider] = (),
     data: Dataset | None = None,
     feed: BatchFeed | None = None,
+    until: int | None = None,
 ) -> TrainResult:
     """Trains the model that ``config`` describes, or resumes its run from the newest checkpoint.
 
@@ -116,6 +117,7 @@ def train(
         data: the data set to train on, whose ``train`` may be any ``DataSource``; None: the one that ``config.data``
             describes.
         feed: gives the batches instead of ``data``, which then says their shape and has the data cursor; None: none.
+        until: number of steps after which this call saves and returns, as at a signal; None: all.
 
     Raises:
         ResumeError: the directory holds a run with a different configuration.
@@ -136,7 +138,7 @@ def train(
         reporter = None
         if generation is not None:
             reporter = stack.enter_context(RankReporter(generation, group().rank))
-        return _train(config, also, data, feed, began, reporter)
+        return _train(config, also, data, feed, began, reporter, until)
 
 
 def _train(
@@ -146,11 +148,12 @@ def _train(
     feed: BatchFeed | None,
     began: float,
     reporter: RankReporter | None,
+    until: int | None,
 ) -> TrainResult:
     # Processes with different settings or data would hang or diverge later, so they compare them first.
     group().agree("the run", fingerprint(config), config.distributed.start_timeout)
     run = Run(config, also, data)
-    run.reporter = reporter
+    run.reporter, run.until = reporter, config.steps if until is None else until
     if feed is not None and run.param_files is not None:
         raise ConfigError(
             "disk.parameters: the batches of this run are made with its parameters, which are in files; set "
@@ -160,6 +163,8 @@ def _train(
     files = run.directory
     events = EventLog(files.events if files.writes else None, began)
     with run.saver() as saver:
+        if run.until < config.steps and (done := saver.latest() or 0) >= run.until:
+            return TrainResult(files.path, done, False, None, None)
         # Restore the newest checkpoint, or initialise.
         events.started(**(start_facts(run) if files.writes else {}))
         state, first = start_state(run, saver)
@@ -178,8 +183,11 @@ def _train(
             saver.finish()
             events.write("saved", step=done)
             if done < config.steps:
-                forming = stopping[:1] == [REFORM]
-                next_start = "All processes form again." if forming else "Start again with the same command to resume."
+                next_start = "Start again with the same command to resume."
+                if stopping[:1] == [REFORM]:
+                    next_start = "All processes form again."
+                elif not stopping:
+                    next_start = f"It was to run until step {until}."
                 view.say(f"Stopped after step {done}; saved. {next_start}")
                 if files.writes:
                     draw_loss(files.read_metrics(), files.plot, config.name)
@@ -343,7 +351,7 @@ def run_until(
                 view.say(summary)
 
             with watchdog.waiting_for(done):  # the devices agree about signals one step later
-                last = stopped() or done == config.steps
+                last = stopped() or done in (run.until, config.steps)
             place = saver.due(done, last)
             evaluating = evaluate is not None and done % config.eval_every == 0 and done < config.steps
             if place or evaluating:

@@ -129,6 +129,7 @@ class Run:
         replicas: replicas with parameters of their own; 1 without outer steps.
         data_shard, num_data_shards: part of each batch's rows that this process loads.
         generation: of the processes of an elastic run; None for others.
+        until: number of steps after which this start ends.
         reporter: sends the phases of an elastic run's loop to its supervisor; None until the run is trained.
         failed_at: time of the failure before this start of an elastic run, until a step is done; else None.
         rows: rows of a batch on the devices: those of the data, and of padding in an elastic run.
@@ -159,6 +160,7 @@ class Run:
         self.config = config
         self.model = run_model(config)
         self.reporter: RankReporter | None = None
+        self.until = config.steps
         self.failed_at = failed_at(self.generation)
         self.mesh = run_mesh(config, self.model, devices)
         self.optimizer = build_optimizer(config, self.model)

@@ -17,6 +17,7 @@ def train(argv: list[str]) -> int:
         print("\n`jaxllm train RECIPE --help` lists every setting with the recipe's value.")
         print("`--sources FILE` trains on a sources table, such as `jaxllm data mix` writes: docs/train/data.md.")
         print("`--mesh auto` takes the layout that `jaxllm plan` ranks first for these devices: docs/train/plan.md.")
+        print("`--replan STEP:MESH` changes the mesh after so many steps: docs/train/plan.md.")
         print("`--precision NAME` sets all settings of a precision preset: docs/train/precision.md.")
         print("`--within SIZE`, `--fit`: what layers keep and compute again: docs/train/recomputation.md.")
         print("`--disk DIR:SIZE` keeps the optimizer state in files: docs/train/recomputation.md.")
