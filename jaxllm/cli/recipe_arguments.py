@@ -24,7 +24,7 @@ from jaxllm.config import closest, new_field_names
 
 if TYPE_CHECKING:
     from jaxllm.train import RunConfig, TrainResult
-    from jaxllm.train.layout_switch import LayoutSwitch
+    from jaxllm.train.recovery.layout_switch import LayoutSwitch
 
 Recipe = Callable[[], "RunConfig"]
 ELASTIC = "--elastic"
@@ -231,7 +231,7 @@ def without_switches(argv: list[str]) -> tuple[list[str], list[LayoutSwitch]]:
     for word in words:
         name, equals, value = word.partition("=")
         if name == "--replan":
-            from jaxllm.train.layout_switch import LayoutSwitch
+            from jaxllm.train.recovery.layout_switch import LayoutSwitch
 
             try:
                 found.append(LayoutSwitch.parse(value if equals else next(words, "")))
@@ -256,7 +256,7 @@ def start_switched(
         UsageError: runs of this kind keep their mesh.
     """
     from jaxllm.train import RunConfig
-    from jaxllm.train.layout_switch import switched_train
+    from jaxllm.train.recovery.layout_switch import switched_train
 
     if config.loop != RunConfig.loop:
         raise UsageError(f"--replan: runs of {type(config).__name__} keep their mesh; leave it out.")

@@ -7,8 +7,8 @@ import pytest
 from jaxllm import cli
 from jaxllm.config import ConfigError
 from jaxllm.train import train
-from jaxllm.train.layout_switch import LayoutSwitch, switched_train
 from jaxllm.train.outer.config import OuterConfig
+from jaxllm.train.recovery.layout_switch import LayoutSwitch, switched_train
 from tests.train.runs import losses, run_config, stopped_at
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -31,7 +31,7 @@ def test_a_switched_run_has_the_curve_of_one_mesh(tmp_path, capfd):
     whole = train(run_config(tmp_path, name="whole", **fields))
     capfd.readouterr()
     done = switched_train(run_config(tmp_path, name="switched", **fields), SWITCHES, same)
-    assert meshes(capfd.readouterr().out) == ["data=8", "fsdp=4, tensor=2", "data=2, fsdp=2, context=2"]
+    assert meshes(capfd.readouterr().out) == ["data=8", "fsdp=4, tensor=2", "fsdp=2, data=2, context=2"]
     assert done.complete
     assert len(losses(done.directory)) == 7
     for ours, theirs in zip(losses(done.directory), losses(whole.directory), strict=True):
@@ -45,7 +45,7 @@ def test_a_stopped_run_goes_on_with_the_mesh_of_its_step(tmp_path, capfd):
     capfd.readouterr()
     done = switched_train(run_config(tmp_path, **fields), SWITCHES, same)
     assert (done.directory, done.complete) == (stopped, True)
-    assert meshes(capfd.readouterr().out) == ["fsdp=4, tensor=2", "data=2, fsdp=2, context=2"]
+    assert meshes(capfd.readouterr().out) == ["fsdp=4, tensor=2", "fsdp=2, data=2, context=2"]
     assert [step for step, *_ in losses(stopped)] == [1, 2, 3, 4, 5, 6, 7]
 
 

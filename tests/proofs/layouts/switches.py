@@ -16,7 +16,7 @@ from jaxllm.models import MoeConfig
 from jaxllm.optim import OptimConfig
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import train
-from jaxllm.train.layout_switch import LayoutSwitch, switched_train
+from jaxllm.train.recovery.layout_switch import LayoutSwitch, switched_train
 from tests.proofs.harness import proof
 from tests.train.runs import losses, run_config
 
