@@ -1,8 +1,9 @@
-"""``jaxllm bench``: decode throughput of a model and its share of the roofline; or a load test of a server."""
+"""``jaxllm bench``: decode throughput of a model and its share of the roofline; or the load of a server; or links."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,12 +12,14 @@ import tyro
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
-from jaxllm.cli.runtime import use_compilation_cache
+from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat
 
 
 def bench(argv: list[str]) -> int:
-    """Measure decode throughput: `jaxllm bench MODEL`; or load-test a server: `bench serve`."""
+    """Measure decode throughput: `jaxllm bench MODEL`; or a server: `bench serve`; or links: `bench --links`."""
+    if "--links" in argv:
+        return bench_links([word for word in argv if word != "--links"])
     return bench_serve(argv[1:]) if argv[:1] == ["serve"] else bench_model(argv)
 
 
@@ -177,3 +180,47 @@ def bench_serve(argv: list[str]) -> int:
         return 1 if figures["failed"] else 0
 
     return parse_command(run, argv, "jaxllm bench serve")
+
+
+def bench_links(argv: list[str]) -> int:
+    """Measure the links between nodes of a job: `jaxllm bench --links`."""
+
+    def run(
+        units: int | None = None, names: tuple[str, ...] = (), message: str = "64MiB", out: Path | None = None
+    ) -> int:
+        """Sends messages between each two nodes, from all their devices at once; prints bandwidths and latencies.
+
+        In a job of several processes each starts it, such as by `jaxllm launch`. The last lines are those of a cluster
+        file for `jaxllm plan --on FILE.toml` (docs/train/unequal.md).
+
+        Args:
+            units: number of nodes or slices of equally many consecutive devices; one for each process by default.
+            names: their names in the cluster file, such as new.0 new.1 old.0 old.1; node.0 and so on by default.
+            message: bytes that each device sends at a time.
+            out: file to write these lines to.
+        """
+        from jaxllm.cli.memory_budget import size_of
+
+        nbytes = size_of("--message", message)
+        with processes(advice="Start the measurement again.") as group:
+            import jax
+
+            from jaxllm.plan.unequal.link_benchmark import measure_links
+
+            devices, many = jax.devices(), units or jax.process_count()
+            if many < 2 or len(devices) % many or (names and len(names) != many):
+                raise UsageError(
+                    f"--links: {many} units with {len(names) or many} names, and {len(devices)} devices: give --units "
+                    "that divide the devices, 2 or more, and a name for each."
+                )
+            each = len(devices) // many
+            parts = [devices[n * each : (n + 1) * each] for n in range(many)]
+            said = lambda line: print(line, file=sys.stderr, flush=True) if group.is_leader else None  # noqa: E731
+            found = measure_links(parts, names or [f"node.{n}" for n in range(many)], nbytes, said)
+            if group.is_leader:
+                print(f"{found.table()}\n\n{found.toml()}")
+                if out is not None:
+                    out.write_text(found.toml() + "\n")
+        return 0
+
+    return parse_command(run, argv, "jaxllm bench --links")
