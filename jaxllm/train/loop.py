@@ -237,6 +237,7 @@ def run_with_rollback(
     if isinstance(step, LayerStreamStep) and run.param_files is not None and run.state_files is not None:
         traffic = step_traffic(run.param_files, run.state_files, step.inputs.sizes, config.optim.clip_norm is not None)
         view.say(f"layers are streamed: {traffic}, for {config.accumulate} micro-batches")
+        step.say = view.say
     # Processes compile at different speeds, and collectives of the first step time out after half a minute.
     run.group.barrier("compiled")
     evaluate = make_evaluator(run) if config.eval_every else None

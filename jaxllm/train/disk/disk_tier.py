@@ -10,6 +10,7 @@ released as it was is not written.
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.hidden_share import DiskClock
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
 
 THREADS = 2
@@ -101,8 +103,10 @@ class DiskTier:
         window: most units in memory.
 
     Attributes:
+        clock: measures reads and writes; of several tiers together, if they share it.
         log: I/O log, in the order of calls; None: none is kept.
         moved: bytes read and written so far, by ``IoEvent.what``.
+        waited: seconds that calls have waited for the disk so far.
 
     Raises:
         DiskTierError: the directory has no room, or cannot be written.
@@ -113,6 +117,8 @@ class DiskTier:
     window: int
     log: list[IoEvent] | None = None
     moved: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0
+    clock: DiskClock = field(default_factory=DiskClock)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _coming: list[int] = field(default_factory=list)
     _spare: list[np.ndarray] = field(default_factory=list)
@@ -142,6 +148,7 @@ class DiskTier:
             DiskTierError: it cannot be read, is damaged, or an earlier write failed.
         """
         assert self._coming[0] == unit, f"unit {unit} taken, {self._coming[0]} is next"
+        start = time.monotonic()
         if unit in self._slots and not self._slots[unit].kept:
             self._evict(unit)
         if unit not in self._slots:
@@ -153,6 +160,7 @@ class DiskTier:
         slot = self._slots[unit]
         slot.taken = True
         slot.ready.result()
+        self.waited += time.monotonic() - start
         assert slot.buffer is not None
         return slot.buffer
 
@@ -180,7 +188,9 @@ class DiskTier:
                 filled.set_exception(error)
                 raise
             filled.set_result(None)
-            self.writable(unit).write(buffer)
+            file = self.writable(unit)
+            with self.clock.moving("write", file.layout.size):
+                file.write(buffer)
             if not keep:
                 new.buffer = None
 
@@ -225,9 +235,11 @@ class DiskTier:
             unit: the unit.
             fill: as for ``give``.
         """
+        start = time.monotonic()
         if unit in self._slots:
             self._evict(unit)
         self._make_room(wait=True)
+        self.waited += time.monotonic() - start
         empty: Future[None] = Future()
         empty.set_result(None)
         self._slots[unit] = _Slot(self._buffer(self.layouts[unit].size), empty, taken=True)
@@ -302,8 +314,13 @@ class DiskTier:
     def _start_read(self, unit: int) -> None:
         size = self.layouts[unit].size
         buffer, file = self._buffer(size), self._files[unit]
+
+        def read() -> None:
+            with self.clock.moving("read", size):
+                file.read(buffer)
+
         self._record("read", unit, size)
-        self._slots[unit] = _Slot(buffer, self._readers.submit(file.read, buffer))
+        self._slots[unit] = _Slot(buffer, self._readers.submit(read))
 
     def _buffer(self, size: int) -> np.ndarray:
         self._spare = [one for one in self._spare if one.size == size]

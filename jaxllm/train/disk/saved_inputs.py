@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.hidden_share import DiskClock, InputTimes, PassRates
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout
 from jaxllm.train.disk.state_files import ArrayShards
 
@@ -87,28 +88,52 @@ class DiskInputs(SavedInputs):
 
     Attributes:
         layouts: layouts of the files, in the order of writing.
+        clock: measures reads and writes of the files.
     """
 
     def __init__(self, config: DiskConfig, layers: int, micro_batches: int, hidden: jax.ShapeDtypeStruct):
         self._shards = ArrayShards.of(tuple(hidden.shape), np.dtype(hidden.dtype), hidden.sharding, 0)
-        self._micro_batches, self._config = micro_batches, config
-        self._layers, self._others = layers_in_files(config, layers), HostInputs()
+        self._micro_batches, self._config, self._streamed = micro_batches, config, layers
+        self._layers, self._others, self.clock = layers_in_files(config, layers), HostInputs(), DiskClock()
+        self._make_layouts()
+
+    def _make_layouts(self) -> None:
         parts = len(self._shards.parts)
         self.layouts = [
             FileLayout(
                 f"input of layer {n}, micro-batch {m}", ["hidden states"] * parts, [self._shards.part_bytes] * parts
             )
             for n in range(self._layers)
-            for m in reversed(range(micro_batches))
+            for m in reversed(range(self._micro_batches))
         ]
         self.sizes = [layout.size for layout in self.layouts]
         self._tier: DiskTier | None = None
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the number of layers in files is to be chosen by what a first step, with all of them, measures."""
+        return self._config.activation_layers == "auto"
+
+    def choose(self, passes: Sequence[PassRates], clock: DiskClock) -> str:
+        """Puts the most layers into files of which the passes hide the copies; no input is saved. For the log.
+
+        Args:
+            passes: the forward pass of a step with all layers in files, then its backward passes.
+            clock: its reads and writes.
+        """
+        times = InputTimes.of(
+            passes, clock, self._streamed, self._micro_batches, self._config.window, max(self.sizes, default=0)
+        )
+        if (chosen := times.most_hidden()) != self._layers:
+            self._layers = chosen
+            self._make_layouts()
+        return f"inputs of {chosen} of {self._streamed} layers are in files: {times}"
+
+    @property
     def tier(self) -> DiskTier:
         """The files, made when they are first needed."""
         if self._tier is None:
-            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window)
+            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window, clock=self.clock)
         return self._tier
 
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
@@ -145,7 +170,7 @@ class DiskInputs(SavedInputs):
 
 
 def layers_in_files(config: DiskConfig, layers: int) -> int:
-    """Number of a run's layers that have their inputs in files.
+    """Number of a run's layers that have their inputs in files; the most that may have, where that is chosen later.
 
     Args:
         config: of the run.
@@ -154,12 +179,14 @@ def layers_in_files(config: DiskConfig, layers: int) -> int:
     Raises:
         DiskTierError: more are to have files than there are.
     """
-    if config.activation_layers > layers:
+    count = config.activation_layers
+    if count == "auto":
+        return layers
+    if count > layers:
         raise DiskTierError(
-            f"disk.activation_layers = {config.activation_layers}, but {layers} layers are streamed; give at most as "
-            "many, or 0 (all)."
+            f"disk.activation_layers = {count}, but {layers} layers are streamed; give at most as many, or 0 (all)."
         )
-    return (config.activation_layers or layers) if config.activations else 0
+    return (count or layers) if config.activations else 0
 
 
 def host_inputs(config: DiskConfig, layers: int, micro_batches: int) -> int:
@@ -170,6 +197,8 @@ def host_inputs(config: DiskConfig, layers: int, micro_batches: int) -> int:
         layers: number of layers that are streamed.
         micro_batches: of a step.
     """
+    if config.activation_layers == "auto":  # few layers may be chosen, or none
+        return layers * micro_batches
     files = layers_in_files(config, layers) * micro_batches
     return layers * micro_batches - files + min(config.window, files)
 

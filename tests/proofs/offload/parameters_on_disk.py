@@ -94,15 +94,20 @@ def streamed(layers: int, clip_norm: float | None) -> tuple[dict[str, str], list
 
 @proof("offload", count=12, sample=1)
 def windows_change_no_bit(seed: int) -> None:
-    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory, inputs of all layers, of some
-    or of none in files: parameters, moments and losses of twelve steps are those of a window of two layers."""
+    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory, inputs of all layers, of
+    some, of as many as the passes hide or of none in files: parameters, moments and losses of twelve steps are those of
+    a window of two layers."""
     rng = random.Random(seed)
     layers, window = rng.choice([1, 3, 6]), rng.randint(2, 8)
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=rng.choice([None, *([MEMORY] * MEMORY.is_dir())])) as files,
     ):
-        inputs = {"activations": True, "activation_layers": rng.randint(0, layers)} if rng.random() < 0.5 else {}
+        inputs = (
+            {"activations": True, "activation_layers": rng.choice(["auto", *range(layers + 1)])}
+            if rng.random() < 0.5
+            else {}
+        )
         disk = DiskConfig(files, window=window, parameters=True, **inputs)
         saving = rng.choice(["lazy", "eager", "blocking"])
         every, clip_norm = rng.randint(1, 12), rng.choice([None, 0.5])
