@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxllm.train.disk.disk_step import part_of
 from jaxllm.train.disk.hidden_share import PassTimer
-from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, to_device, to_host
+from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, local_bytes, to_device, to_host
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms
 from jaxllm.train.step.train_state import TrainState
@@ -73,19 +73,24 @@ class LayerStreamStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The state after the step, and its metrics; parameters outside of layers are donated.
 
-        The metrics ``disk_read_bytes`` and ``disk_written_bytes`` are what the tier read and wrote in the step.
+        The metrics ``disk_read_bytes`` and ``disk_written_bytes`` are what the tier read and wrote in the step; where
+        chunks stay in the host's memory, ``disk_kept_bytes`` is what it did not read because of that.
 
         Raises:
             DiskTierError: the files failed; the state is lost then.
         """
         programs, of, params, files, saved = self._programs, self._of, self._of.params, self._files, self.inputs
         tiers = [params.tier, files.tier, *([saved.tier] if isinstance(saved, DiskInputs) else [])]
-        moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write")}
+        moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write", "kept")}
         layers, timer = list(range(len(params.units))), None
         if self._measures and isinstance(saved, DiskInputs):
             timer = PassTimer(tiers, tiers[:2])
             for tier in tiers:
                 tier.clock = saved.clock
+        chunks = None if timer is not None else params.chunks  # a step that measures has other saved inputs
+        waiting = 0
+        if chunks is not None:
+            chunks.begin(lambda: saved.host_bytes + waiting)
         params.tier.begin([*layers, *[*reversed(layers)] * (1 if programs.norm is None else 2)])
         order = [self._numbers[params.units[n]] for n in reversed(layers) if params.units[n] in self._numbers]
         files.tier.begin(order + [n for n, unit in enumerate(files.units) if not unit.segment])
@@ -102,6 +107,7 @@ class LayerStreamStep:
             running.add(x)
             hidden.append(x if alone else to_host(x))
             tallies.append(tally)
+        waiting = 0 if alone else 2 * sum(map(local_bytes, hidden))  # hidden states, and one more of each on its way
         with _timing(timer, running):
             for number in layers:
                 unit = params.units[number]
@@ -160,6 +166,10 @@ class LayerStreamStep:
         step, extras, metrics = programs.finish(resident, counters, sums, norms)
         moved = {what: before + sum(tier.moved[what] for tier in tiers) for what, before in moved.items()}
         metrics |= {"disk_read_bytes": moved["read"], "disk_written_bytes": moved["write"]}
+        if params.chunks is not None:
+            metrics["disk_kept_bytes"] = moved["kept"]
+        if chunks is not None and (line := chunks.end()):
+            self.say(line)
         if timer is not None and isinstance(saved, DiskInputs):
             self._measures = False
             self.say(saved.choose(timer.passes, saved.clock))

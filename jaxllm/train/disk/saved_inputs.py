@@ -7,6 +7,7 @@ reverse order; those that are still in the window, written already or in flight,
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,11 @@ class SavedInputs(ABC):
     """
 
     sizes: Sequence[int] = ()
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that they take now; of files' buffers, those of the whole window."""
 
     @abstractmethod
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
@@ -59,6 +65,11 @@ class HostInputs(SavedInputs):
 
     def __init__(self) -> None:
         self._inputs: dict[tuple[int, int], jax.Array] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """See ``SavedInputs``."""
+        return sum(local_bytes(x) for x in self._inputs.values())
 
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
         """See ``SavedInputs``."""
@@ -108,6 +119,11 @@ class DiskInputs(SavedInputs):
         ]
         self.sizes = [layout.size for layout in self.layouts]
         self._tier: DiskTier | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """See ``SavedInputs``. Beside each buffer there is the array that it is filled from."""
+        return self._others.host_bytes + 2 * sum(self.sizes[: self._config.window])
 
     @property
     def adaptive(self) -> bool:
@@ -201,6 +217,11 @@ def host_inputs(config: DiskConfig, layers: int, micro_batches: int) -> int:
         return layers * micro_batches
     files = layers_in_files(config, layers) * micro_batches
     return layers * micro_batches - files + min(config.window, files)
+
+
+def local_bytes(x: jax.Array) -> int:
+    """Bytes of an array on this process's devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.addressable_devices)
 
 
 def to_host(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +131,13 @@ def unbroken() -> tuple[list[tuple[Any, ...]], dict[str, str]]:
         return outcome(out)
 
 
-@proof("offload", count=50, sample=1)
-def kills_with_parameters_on_disk(seed: int) -> None:
-    """One or two SIGKILLs at random: no file of the tier is left, every checkpoint is whole, and the run ends with the
-    bits of one that is not killed."""
+def killed(seed: int, start: Callable[[Path, Path], Any]) -> None:
+    """One or two SIGKILLs at random, then a start to the end, whose bits are those of ``unbroken``.
+
+    Args:
+        seed: of the times.
+        start: starts the run in a process of its own.
+    """
     rng = random.Random(seed)
     expected = unbroken()
     with tempfile.TemporaryDirectory() as folder:
@@ -150,6 +154,13 @@ def kills_with_parameters_on_disk(seed: int) -> None:
         assert code == 0, f"exit status {code}:\n{log.read_text()[-3000:]}"
         assert outcome(out) == expected
     assert len(expected[0]) == STEPS
+
+
+@proof("offload", count=50, sample=1)
+def kills_with_parameters_on_disk(seed: int) -> None:
+    """One or two SIGKILLs at random: no file of the tier is left, every checkpoint is whole, and the run ends with the
+    bits of one that is not killed."""
+    killed(seed, start)
 
 
 @proof(
