@@ -472,6 +472,7 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
             *pipeline_plan(config, stages),
             routing=config.routing,
             offload=config.parallel.offload,
+            offload_chunks=config.parallel.offload_chunks,
             links=slow_links(config.outer, mesh.shape.get(REPLICA, 1), config.model.embed_dim),
             **shared,
         )
