@@ -51,7 +51,8 @@ def budget_of(within: str, host: str | None) -> MemoryBudget:
 def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     """The arguments of `jaxllm train` without those of a budget, and the budget that they give.
 
-    ``--disk DIR:SIZE`` without a budget is replaced by the settings that it stands for.
+    ``--disk DIR:SIZE``, with or without ``--host SIZE``, is replaced by the settings that it stands for where there is
+    no budget.
 
     Raises:
         UsageError: a size is missing, or they do not go together.
@@ -70,11 +71,12 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     if "--fit" in found and "--within" in found:
         raise UsageError("--fit is the memory that the devices have; give it or --within SIZE.")
     within, fit, host = found.get("--within"), "--fit" in found, found.get("--host")
-    if host is not None and within is None and not fit:
-        raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, or --fit.")
+    if host is not None and within is None and not fit and "--disk" not in found:
+        raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, --fit, or --disk DIR:SIZE.")
     disk = _disk(found["--disk"]) if "--disk" in found else None
     if within is None and not fit:
         settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
+        settings += [] if host is None else ["--disk.host", str(size_of("--host", host))]
         return [*rest, *settings], None
     budget = MemoryBudget(None, None if host is None else size_of("--host", host))
     return rest, (budget if within is None else budget_of(within, host))._replace(disk=disk)
@@ -192,7 +194,28 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     for name, found, most in (("--within", device, budget.device), ("--host", host, budget.host)):
         if most is not None and found > most:
             raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
-    return config
+    return config if budget.host is None else _with_chunks(config, host, budget.host)
+
+
+def _with_chunks(config: RunConfig, inputs: int, most: int) -> RunConfig:
+    """The run with chunks of its files in the host's memory, where that has room for any beside layers and inputs.
+
+    Args:
+        config: with its parameters on disk.
+        inputs: bytes of saved inputs in the host's memory for each device.
+        most: such bytes that the host has.
+    """
+    from jaxllm.train.compile_step import window_bytes_here
+    from jaxllm.train.disk.saved_inputs import host_inputs
+
+    hidden = -(
+        -inputs // host_inputs(config.disk, sum(repeats for _, repeats in config.model.segments), config.accumulate)
+    )
+    others = inputs + (2 * config.accumulate + 2 * config.disk.window) * hidden + window_bytes_here(config)
+    if most - others < config.disk.chunk:
+        return config
+    print(f"  {(most - others) / 2**30:.3f} GiB of the host for chunks of the files", flush=True)
+    return dataclasses.replace(config, disk=dataclasses.replace(config.disk, host=most))
 
 
 def _fewest_in_files(config: RunConfig, host: int, most: int) -> tuple[RunConfig, int]:

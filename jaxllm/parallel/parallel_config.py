@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import sharding
+from jaxllm.parallel.pipeline.offload_bands import OffloadedChunks
 from jaxllm.parallel.pipeline.schedule_generators import Name, default_chunks
 from pallas_kernels.ring_attention.layout import Layout
 from sharding import Rules
@@ -59,6 +60,8 @@ class ParallelConfig:
             split.
         offload: share of a stage's layers whose activations are offloaded to host memory until the backward pass
             (PipeOffload, arXiv:2503.01328); 0 none, 1 all.
+        offload_chunks: chunks of a stage that the share is taken of: "all", the same share of each; or "longest", those
+            whose activations live longest first (``jaxllm.parallel.pipeline.offload_bands``).
     """
 
     zero: Literal[1, 2, 3, "3level"] = 3
@@ -74,10 +77,15 @@ class ParallelConfig:
     chunks: int = 0
     depths: tuple[int, ...] = ()
     offload: float = 0.0
+    offload_chunks: OffloadedChunks = "all"
 
     def __post_init__(self) -> None:
         if not 0 <= self.offload <= 1:
             raise ValueError(f"parallel: offload = {self.offload}; give a share of a stage's layers, from 0 to 1.")
+        if self.offload_chunks == "longest" and not self.offload:
+            raise ValueError(
+                'parallel: offload_chunks = "longest" needs offload, a share of a stage\'s layers above 0.'
+            )
         if self.overlap == "ring" and not self.sequence:
             raise ValueError(
                 'parallel: overlap = "ring" is for a sequence that is split over tensor: give sequence = true as well, '

@@ -313,6 +313,7 @@ def _families_of(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Itera
         chunks=0,
         depths=(),
         offload=0.0,
+        offload_chunks="all",
     )
     if stages == 1:
         if not _legal(run, plan, mesh, 1):

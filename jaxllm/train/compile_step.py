@@ -188,6 +188,15 @@ def state_bytes_here(run: RunConfig) -> StateBytes:
     return StateBytes(shard_bytes(leaves) - shard_bytes(away), shard_bytes(away), 0)
 
 
+def window_bytes_here(run: RunConfig) -> int:
+    """Bytes of the host's memory for each device that layers in the window take, of a run with its parameters on disk,
+    on the devices that are here; nothing is compiled."""
+    model = run_model(run)
+    mesh = run_mesh(run, model, jax.devices())
+    _, files, params = _on_disk(run, run_state(run, model, build_optimizer(run, model), mesh))
+    return -(-(files.window_bytes + params.window_bytes) // jax.local_device_count())
+
+
 def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any, Any], Mesh]:
     model = run_model(run)
     mesh = run_mesh(run, model, devices)

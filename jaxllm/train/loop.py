@@ -29,6 +29,7 @@ from jaxllm.parallel.distributed import SynchronizedStop, group
 from jaxllm.parallel.elastic.rank_monitor import RankReporter
 from jaxllm.parallel.elastic.run_generation import REFORM
 from jaxllm.train.config import RunConfig
+from jaxllm.train.disk.disk_step import DiskStep
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
 from jaxllm.train.disk.state_file import DiskTierError
 from jaxllm.train.disk.streamed_bytes import step_traffic
@@ -245,6 +246,8 @@ def run_with_rollback(
     if isinstance(step, LayerStreamStep) and run.param_files is not None and run.state_files is not None:
         traffic = step_traffic(run.param_files, run.state_files, step.inputs.sizes, config.optim.clip_norm is not None)
         view.say(f"layers are streamed: {traffic}, for {config.accumulate} micro-batches")
+    if isinstance(step, LayerStreamStep | DiskStep):
+        step.say = view.say
     # Processes compile at different speeds, and collectives of the first step time out after half a minute.
     run.group.barrier("compiled")
     evaluate = make_evaluator(run) if config.eval_every else None

@@ -34,7 +34,7 @@ from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
 from jaxllm.train.disk.disk_tier import check_room
 from jaxllm.train.disk.layer_stream_step import LayerStreamStep
-from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.disk.state_files import StateFiles, share_chunks
 from jaxllm.train.frozen_base import FrozenBase, trained_only
 from jaxllm.train.init_from import InitialModel, open_initial_model
 from jaxllm.train.outer.adaptive_step import AdaptiveStep, Choice, Layers
@@ -174,7 +174,9 @@ class Run:
         if self.state_files is not None and config.disk.parameters:
             self.param_files = StateFiles(config.disk, self.abstract.params, "params")
             self.abstract = replace(self.abstract, params=self.param_files.leaves())
-        self.disk_bytes = sum(files.bytes for files in (self.state_files, self.param_files) if files is not None)
+        all_files = [files for files in (self.state_files, self.param_files) if files is not None]
+        share_chunks(config.disk, all_files)
+        self.disk_bytes = sum(files.bytes for files in all_files)
         if self.disk_bytes:
             check_room(config.disk, self.disk_bytes)
         self.links = step_links(config)
@@ -472,6 +474,7 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
             *pipeline_plan(config, stages),
             routing=config.routing,
             offload=config.parallel.offload,
+            offload_chunks=config.parallel.offload_chunks,
             links=slow_links(config.outer, mesh.shape.get(REPLICA, 1), config.model.embed_dim),
             **shared,
         )

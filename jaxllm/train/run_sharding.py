@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 
 from jaxllm.models import Functional
 from jaxllm.parallel.collective_traffic import expected_collectives
+from jaxllm.parallel.pipeline.offload_bands import offload_bands
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.parallel.pipeline.schedule_view import facts
 from jaxllm.parallel.sharding_table import ShardingTable, state_sharding_table
@@ -123,8 +124,12 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
     split = [part for part in model.rules.spec(("batch", "residual_seq", "act_embed"), mesh) if part is not None]
     axes = [axis for part in split for axis in ((part,) if isinstance(part, str) else part)]
     message = math.prod(shape) * width // math.prod(mesh.shape[axis] for axis in axes)
-    away = sum(depths.offloaded(config.parallel.offload))
-    slots = table.saves * (sum(depths.rooms) - away) + 2 * away
+    parallel = config.parallel
+    bands = offload_bands(schedule, depths.rooms, parallel.offload, parallel.offload_chunks)
+    pools = [(one, one.end - one.first, tabulate(schedule, one.away)) for of in bands for one in of]
+    away = sum(layers for band, layers, _ in pools if band.away)  # of an operation, those that are copied
+    slots = sum(layers * own.saves for band, layers, own in pools if len(band.away) < schedule.chunks) + 2 * away
+    hosted = sum(layers * (own.hosted + 1) for band, layers, own in pools if band.away)
     more = "" if config.model.remat == "full" else f', and what remat = "{config.model.remat}" saves of each'
     vocabulary = config.model.vocab_size * config.model.embed_dim // mesh.shape.get("tensor", 1)
     matrices = 1 if config.model.tied else 2
@@ -140,7 +145,7 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
             facts(schedule),
             f"layers (or groups) of the virtual stages: {', '.join(map(str, depths.counts.sum(1)))}",
             f"saved layer inputs on a device: {slots} x {size(message)} = {size(slots * message)}{more}",
-            *(_offloaded(away, table.hosted + 1, message, more) if away else []),
+            *(_offloaded(away, hosted, message, more) if away else []),
             f"point-to-point messages sent by a device in a step: {sent(message)}",
             *([f"in the slow replicas {', '.join(map(str, links.slow))}: {sent(narrow)}"] if links else []),
             f"embedding and head, gathered on every stage during a step: {size(matrices * vocabulary * width)}, and "
@@ -150,9 +155,9 @@ def pipeline_remark(config: RunConfig, model: Functional, mesh: AbstractMesh) ->
     )
 
 
-def _offloaded(layers: int, slots: int, message: int, more: str) -> list[str]:
-    """Lines about activations offloaded to the host."""
+def _offloaded(layers: int, hosted: int, message: int, more: str) -> list[str]:
+    """Lines about activations offloaded to the host: layers that an operation copies, and places for all of them."""
     return [
-        f"offloaded to its host: {slots * layers} x {size(message)} = {size(slots * layers * message)}{more}",
+        f"offloaded to its host: {hosted} x {size(message)} = {size(hosted * message)}{more}",
         f"copied to and from the host by every operation: {layers} x {size(message)} = {size(layers * message)}{more}",
     ]

@@ -18,6 +18,7 @@ from jaxllm.config import ConfigError
 from jaxllm.data import Batch, DataConfig
 from jaxllm.models import functional
 from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.parallel.pipeline.offload_bands import chunk_lifespans, offload_bands
 from jaxllm.parallel.pipeline.schedule import ScheduleError, forward_only
 from jaxllm.parallel.pipeline.schedule_generators import make
 from jaxllm.parallel.pipeline.schedule_table import KINDS, allocate_slots, tabulate
@@ -164,9 +165,12 @@ def test_a_layer_in_three_parts(remat, split, rng, float64):
         assert products(parts.backward, w, saved, consts, dy) == {"none": 2, "elementwise": 2, "full": 3}[remat]
 
 
+NAMED = ("schedule", "chunks", "depths", "offload", "offload_chunks")
+
+
 def run_of(**fields: Any) -> RunConfig:
     config = RunConfig(model=tiny.decoder(layers=6, dtype="float32"), accumulate=4, mesh="stage=2")
-    parallel = {name: fields.pop(name) for name in ("schedule", "chunks", "depths", "offload") if name in fields}
+    parallel = {name: fields.pop(name) for name in NAMED if name in fields}
     return replace(config, data=DataConfig(batch_size=8), parallel=ParallelConfig(**parallel), **fields)
 
 
@@ -178,6 +182,7 @@ def run_of(**fields: Any) -> RunConfig:
         ({"schedule": "interleaved", "accumulate": 2}, 4, "a multiple of the 4 stages: 4"),
         ({"depths": (1, 2)}, 2, "give 2 positive numbers, one for each virtual stage in model order, with sum 6"),
         ({"chunks": 2}, 2, 'only "interleaved" takes other numbers'),
+        ({"offload": 0.5, "offload_chunks": "longest"}, 2, "give a schedule of several chunks and a share above 0"),
     ],
 )
 def test_illegal_pipelines_say_what_is_legal(fields, stages, says):
@@ -217,12 +222,58 @@ def test_the_sharding_table_says_what_a_pipeline_takes():
     )
     assert f"offloaded to its host: 3 x {size(message)}" in remark, "two slots, and one for what nobody needs"
     assert f"copied to and from the host by every operation: 1 x {size(message)}" in remark
+    plan = ParallelConfig(schedule="interleaved", offload=0.5, offload_chunks="longest")
+    model = tiny.decoder(layers=8, dtype="float32", tied=True)
+    remark = sharding_table(replace(config, model=model, parallel=plan), 4).remark
+    schedule = make("interleaved", 2, 4)
+    kept, hosted = tabulate(schedule, {0}).saves, tabulate(schedule, {0}).hosted
+    assert f"saved layer inputs on a device: {2 * kept + 2 * 2} x {size(message)}" in remark
+    assert f"offloaded to its host: {2 * (hosted + 1)} x {size(message)}" in remark
+    assert f"copied to and from the host by every operation: 2 x {size(message)}" in remark
 
 
 def test_a_share_of_few_layers_is_one_of_them():
     assert assign_units([4], 4).offloaded(0.1) == (1,)
     assert assign_units([4], 4).offloaded(0.0) == (0,)
     assert assign_units([16], 2).offloaded(0.5) == (4,)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "v_min", "v_half", "v_zb"])
+def test_the_longest_lived_chunks_are_offloaded_first(name):
+    """As many layers as with the same share of every chunk, of the chunks whose activations wait longest; pools are of
+    what lives at once there, and of nothing else."""
+    schedule, room = make(name, 4, 8), 5
+    spans = chunk_lifespans(schedule)
+    assert spans[0] > spans[1], "the first layers' activations wait for all others' passes"
+    for share in (0.2, 0.5, 0.7, 1.0):
+        (even,), (bands,) = (offload_bands(schedule, [room], share, which) for which in ("all", "longest"))
+        assert [band.away for band in even] == [{0, 1}, set()][: 1 if share == 1 else 2]
+        assert (bands[0].first, bands[-1].end) == (0, room)
+        away = {c: sum(b.end - b.first for b in bands if c in b.away) for c in (0, 1)}
+        assert sum(away.values()) == 2 * sum(b.end - b.first for b in even if b.away)
+        assert away[0] == room or away[1] == 0
+        for band in (*bands, *even):
+            table, whole = tabulate(schedule, band.away), tabulate(schedule)
+            assert (table.kind == whole.kind).all()
+            kept, hosted = [0], [0]
+            last = len(schedule.kinds) - 1
+            for stage in range(4):
+                held: dict[tuple[int, int], int] = {}
+                for tick in range(table.ticks):
+                    kind, op = table.kind[tick, stage], (table.micro[tick, stage], table.chunk[tick, stage])
+                    if kind == 1 and op[1] not in band.away:
+                        assert table.saved[tick, stage] not in held.values()
+                        held[op] = table.saved[tick, stage]
+                    elif kind and op[1] not in band.away:
+                        assert held[op] == table.saved[tick, stage]
+                    kept.append(len(held))
+                    if kind == last + 1:
+                        held.pop(op, None)
+                    if table.out[tick, stage] < table.hosted:
+                        assert table.chunk[tick - 1, stage] in band.away
+                        hosted.append(table.out[tick, stage])
+            assert table.saves == max(1, *kept)
+            assert table.hosted == 1 + max(hosted) if band.away else table.hosted == 0
 
 
 def test_rings_in_stages_are_refused_on_cpu():

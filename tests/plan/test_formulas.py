@@ -17,6 +17,7 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig
 from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.optim import OptimConfig
+from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.pipeline.schedule import OpCosts
 from jaxllm.parallel.pipeline.schedule_generators import make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
@@ -274,6 +275,27 @@ def test_slots_by_formula_are_those_of_the_table(schedule, chunks):
         made = tabulate(make(schedule, stages, micro, chunks))
         found = memory_estimate.pipeline_slots(schedule, stages, micro, chunks)
         assert (found.saves, found.pendings, found.hosted) == (made.saves, made.pendings, made.hosted), (stages, micro)
+
+
+def test_the_longest_lived_chunks_take_bytes_of_their_bands():
+    """Of 16 stages, a whole chunk on the host: slots of the other one on the device, three of what is on its way, and
+    twice the copies of half of every chunk."""
+    run = dataclasses.replace(
+        llama3_8b(), mesh="stage=16", accumulate=32, parallel=ParallelConfig(schedule="interleaved", offload=0.5)
+    )
+    data, model = dataclasses.replace(run.data, batch_size=32), dataclasses.replace(run.model, layers=64)
+    run = dataclasses.replace(run, data=data, model=model)
+    longest = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, offload_chunks="longest"))
+    works = [DeviceWork.of(one, MeshSpec.parse(one.mesh)) for one in (run, longest)]
+    half, whole = (memory_estimate.predict_work(work, Topology.parse("h100:2x8")) for work in works)
+    slot = memory_estimate.kept_bytes(works[0]) / 2
+    made = make("interleaved", 16, 32)
+    first = tabulate(made, {0})
+    assert (first.saves, tabulate(made).saves) == (16, 47)
+    assert half.activations - whole.activations == pytest.approx(slot * (47 / 2 + 3 / 2 - (16 + 3)), abs=2)
+    assert whole.host == pytest.approx(slot * (first.hosted + 1), abs=2)
+    transfers = [step_time._host(work, Cluster.parse("h100:2x8").hardware, DEFAULT, 0.0, 0.0) for work in works]
+    assert transfers[1] == pytest.approx(2 * transfers[0])
 
 
 @pytest.mark.parametrize("capacity", [None, 0.3, 1.0, 1.25, 40.0])

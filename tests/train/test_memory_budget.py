@@ -164,9 +164,13 @@ def test_parameters_leave_the_device_last(with_places, finished, capsys):
     fitted = fitted_here(run, MemoryBudget(least, INPUTS - 1 << 20, disk))
     # Of ten inputs the host has room for eight, of which the window of four layers takes four.
     assert fitted.disk == DiskConfig(*disk, parameters=True, activations=True, activation_layers=6)
+    assert fitted.disk.host == 0
     said = capsys.readouterr().out
     assert "--host is 0.004 GiB" in said
     assert "0.004 of the host for inputs of layers, those of 6 on disk" in said
+    fitted = fitted_here(run, MemoryBudget(least, 40 << 20, disk))
+    assert fitted.disk == DiskConfig(*disk, parameters=True, host=40 << 20)
+    assert "of the host for chunks of the files" in capsys.readouterr().out
 
 
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -21,7 +21,8 @@ from jaxtyping import Array, Int
 from jaxllm.models import Functional, Segments
 from jaxllm.models.param_subset import is_frozen, merge, select
 from jaxllm.models.remat import MATMUL_RESULTS
-from jaxllm.parallel.pipeline.saved_activations import ActivationSlot, ActivationStore
+from jaxllm.parallel.pipeline.offload_bands import OffloadedChunks, offload_bands
+from jaxllm.parallel.pipeline.saved_activations import ActivationSlot, ActivationStore, Away
 from jaxllm.parallel.pipeline.schedule import Schedule
 from jaxllm.parallel.pipeline.schedule_table import ScheduleTable, tabulate
 from jaxllm.parallel.pipeline.slot_arrays import add_trees, read_slot, write_slot, zeros
@@ -52,8 +53,11 @@ OPERATIONS = ("idle", "forward", "backward", "weight_grads")
 Head = Callable[[Any, Array, Any], Any]
 """Head and loss: ``(weights of embedding and head, hidden states, micro-batch) -> sums``, with a field ``loss``."""
 
-Branch = Callable[[Any, Any, list[ActivationSlot], Array], tuple[Any, list[ActivationSlot], Array]]
-"""Operation: ``(cell of the table, state, its slots by segment, message) -> (state, slots, message to send)``."""
+Slots = list[list[ActivationSlot]]
+"""Slots of an operation, by segment and band of its layers."""
+
+Branch = Callable[[Any, Any, Slots, Array], tuple[Any, Slots, Array]]
+"""Operation: ``(cell of the table, state, its slots, message) -> (state, slots, message to send)``."""
 
 
 @runtime_checkable
@@ -89,6 +93,7 @@ class Pipeline:
         layout: assignment of a row's tokens to devices where the mesh splits the sequence.
         aux_losses: collects auxiliary losses of the layers, in a step with gradients.
         offload: share of a stage's layers whose activations are offloaded to the host, see ``saved_activations``.
+        offload_chunks: chunks that the share is taken of, see ``offload_bands``.
         trainable: subset of the parameters that gradients are taken of (``jaxllm.models.param_subset``); None: all.
         links: replicas whose messages between stages are projected; None: all messages are whole.
     """
@@ -100,6 +105,7 @@ class Pipeline:
     layout: Any = "contiguous"
     aux_losses: AuxLossCollector | None = None
     offload: float = 0.0
+    offload_chunks: OffloadedChunks = "all"
     trainable: Any = None
     links: SlowLinks | None = None
 
@@ -126,7 +132,8 @@ class PipelineStep:
         self.shares = jax.lax.psum(targets, self.batch_axes) / total if self.batch_axes else targets / total
         schedule, segments = pipeline.schedule, self.model.config.segments
         self.last = schedule.stages * schedule.chunks - 1
-        self.offloaded = pipeline.depths.offloaded(pipeline.offload)
+        self.bands = offload_bands(schedule, pipeline.depths.rooms, pipeline.offload, pipeline.offload_chunks)
+        self.tables = {band.away: tabulate(schedule, band.away) for band in itertools.chain.from_iterable(self.bands)}
         self.where: list[UnitPlacement] = [
             place_units(pipeline.depths, schedule, g, repeats) for g, (_, repeats) in enumerate(segments)
         ]
@@ -156,10 +163,15 @@ class PipelineStep:
         """Sums of the head, sums of the aux-loss collector, and gradients sharded as the parameters."""
         aux_losses = self.pipeline.aux_losses
         self.cuts = [self._cut(g) for g in range(len(self.where))]
-        table = self.table
+        chunks = self.pipeline.schedule.chunks
         stores = [
-            ActivationStore.empty(c, table, room, part)
-            for c, room, part in zip(self.cuts, self.pipeline.depths.rooms, self.offloaded, strict=True)
+            [
+                ActivationStore.empty(
+                    cut, self.tables[one.away], one.end - one.first, len(one.away) < chunks, bool(one.away)
+                )
+                for one in bands
+            ]
+            for cut, bands in zip(self.cuts, self.bands, strict=True)
         ]
         params = select(self.pipeline.trainable, self.params)
         no_gradient = lambda p, w: jnp.zeros_like(w, p.dtype)  # noqa: E731
@@ -180,31 +192,46 @@ class PipelineStep:
         """Sums of the head (evaluation)."""
         return self._total(self._ticks({"sums": self._no_sums()}, [self._idle, self._evaluate], [])["sums"])
 
-    def _ticks(self, state: Any, branches: list[Branch], stores: list[ActivationStore]) -> Any:
+    def _ticks(self, state: Any, branches: list[Branch], stores: list[list[ActivationStore]]) -> Any:
         """State after all ticks; ``branches`` has one for each kind of operation."""
         table, stage = self.table, jax.lax.axis_index(STAGE)
-        names = ("kind", "micro", "chunk", "virtual", "message", "saved", "pending", "out", "back", "stays")
+        names = ("kind", "micro", "chunk", "virtual", "message", "pending")
         arrivals = ("from_left", "from_right", "from_self")
         rows = {name: jnp.asarray(getattr(table, name)) for name in (*names, *arrivals, "right", "left")}
+        slots_of = ("saved", "out", "back", "stays")
+        bands = [band for of_segment in self.bands for band in of_segment][: sum(map(len, stores))]
+        places: dict[frozenset[int], Any] = {
+            band.away: {name: jnp.asarray(getattr(self.tables[band.away], name)) for name in slots_of} for band in bands
+        }
+        structure = jax.tree.structure(stores, is_leaf=lambda x: isinstance(x, ActivationStore))
 
-        def tick(carry: tuple[Array, Any, list[ActivationStore]], row: Mapping[str, Array]) -> tuple[Any, None]:
-            pool, state, stores = carry
+        def tick(carry: tuple[Array, Any, list[ActivationStore]], row: Any) -> tuple[Any, None]:
+            (pool, state, stores), (row, places) = carry, row
             cell = {name: row[name][stage] for name in (*names, *arrivals)}
+            cells = [cell | {name: places[number][name][stage] for name in slots_of} for number in numbers]
             message = read_slot(pool, cell["message"])
-            opened = [store.open(cell) for store in stores]
+            opened = [store.open(own) for store, own in zip(stores, cells, strict=True)]
             does = [
                 _scoped(f"pipeline_{name}", branch, cell) for name, branch in zip(OPERATIONS, branches, strict=False)
             ]
-            slots = [slot for slot, _, _ in opened]
+            slots = structure.unflatten([slot for slot, _, _ in opened])
             state, slots, out = jax.lax.switch(cell["kind"], does, state, slots, message)
-            stores = [store.close(slot, brought, cell) for slot, (_, store, brought) in zip(slots, opened, strict=True)]
+            slots = structure.flatten_up_to(slots)
+            stores = [
+                store.close(slot, brought, own)
+                for slot, (_, store, brought), own in zip(slots, opened, cells, strict=True)
+            ]
             with jax.named_scope("pipeline_send"):
                 pool = write_slot(pool, out, cell["from_self"])
                 pool = self._send(pool, out, row["right"], cell["from_left"], table.pairs_right)
                 pool = self._send(pool, out, row["left"], cell["from_right"], table.pairs_left)
             return (pool, state, stores), None
 
-        return jax.lax.scan(tick, (zeros(self.blank, table.messages + 1), state, stores), rows)[0][1]
+        keys = list(places)
+        numbers = [keys.index(band.away) for band in bands]
+        flat = structure.flatten_up_to(stores)
+        start = zeros(self.blank, table.messages + 1), state, flat
+        return jax.lax.scan(tick, start, (rows, [places[key] for key in keys]))[0][1]
 
     def _no_sums(self) -> Any:
         return jax.tree.map(zeros, jax.eval_shape(self._loss, self.ends, zeros(self.blank), self._micro(0))[1])
@@ -228,9 +255,7 @@ class PipelineStep:
 
     # Operations
 
-    def _idle(
-        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
-    ) -> tuple[Any, list[ActivationSlot], Array]:
+    def _idle(self, cell: Any, state: Any, slots: Slots, message: Array) -> tuple[Any, Slots, Array]:
         return state, slots, message
 
     def _input(self, cell: Any, batch: Any, message: Array) -> Array:
@@ -245,21 +270,17 @@ class PipelineStep:
 
         return jax.lax.cond(first | self.crossed[cell["virtual"]], filled, lambda message: message, message)
 
-    def _evaluate(
-        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
-    ) -> tuple[Any, list[ActivationSlot], Array]:
+    def _evaluate(self, cell: Any, state: Any, slots: Slots, message: Array) -> tuple[Any, Slots, Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
         consts = self._consts(cell["micro"])
         for g in range(len(self.where)):
-            x = self._units(g, lambda x, i, w, away, g=g: self._layer(g, w, x, consts)[0][0], x, cell)
+            x = self._units(g, lambda x, i, w, b, away, g=g: self._layer(g, w, x, consts)[0][0], x, cell)
         last = cell["virtual"] == self.last
         add = lambda sums: jax.tree.map(jnp.add, sums, self._loss(self.ends, x, batch)[1])  # noqa: E731
         return {"sums": jax.lax.cond(last, add, lambda sums: sums, state["sums"])}, slots, x
 
-    def _forward(
-        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
-    ) -> tuple[Any, list[ActivationSlot], Array]:
+    def _forward(self, cell: Any, state: Any, slots: Slots, message: Array) -> tuple[Any, Slots, Array]:
         batch = self._micro(cell["micro"])
         x = self._input(cell, batch, message)
         consts, aux_losses = self._consts(cell["micro"]), self.pipeline.aux_losses
@@ -268,13 +289,13 @@ class PipelineStep:
             first = jnp.asarray(self.pipeline.depths.firsts[:, g])[cell["virtual"]]
 
             def unit(
-                carry: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = c, first: Array = first
+                carry: Any, i: Array, w: Any, b: int, away: Away, g: int = g, c: SplitLayer = c, first: Array = first
             ) -> Any:
-                x, slot, heard = carry
+                x, slots, heard = carry
                 y, more, values = c.forward(w, x, consts)
                 if aux_losses is not None:
                     heard = aux_losses.add(heard, more, g, first + i)
-                return y, slot.save(values, i, self.offloaded[g], away), heard
+                return y, _replaced(slots, b, slots[b].save(values, i - self.bands[g][b].first, away)), heard
 
             x, slots[g], heard = self._units(g, unit, (x, slots[g], heard), cell)
 
@@ -289,20 +310,18 @@ class PipelineStep:
         )
         return {**state, "ends": ends, "sums": sums, "heard": heard}, slots, out
 
-    def _backward(
-        self, cell: Any, state: Any, slots: list[ActivationSlot], dy: Array
-    ) -> tuple[Any, list[ActivationSlot], Array]:
+    def _backward(self, cell: Any, state: Any, slots: Slots, dy: Array) -> tuple[Any, Slots, Array]:
         batch, consts = self._micro(cell["micro"]), self._consts(cell["micro"])
         grads, slots = list(state["grads"]), list(slots)
         for g in reversed(range(len(self.cuts))):
 
-            def unit(carry: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = self.cuts[g]) -> Any:
-                dy, grads, slot = carry
-                saved = slot.saved(i, self.offloaded[g], away)
-                dx, early, left = c.backward(w, saved, consts, dy)
+            def unit(carry: Any, i: Array, w: Any, b: int, away: Away, g: int = g, c: SplitLayer = self.cuts[g]) -> Any:
+                dy, grads, slots = carry
+                slot, place = slots[b], i - self.bands[g][b].first
+                dx, early, left = c.backward(w, slot.saved(place, away), consts, dy)
                 grads = self._add(g, grads, early, cell, i)
-                pending = [write_slot(p, v, i) for p, v in zip(slot.pending, left, strict=True)]
-                return dx, grads, slot._replace(pending=pending)
+                pending = [write_slot(p, v, place) for p, v in zip(slot.pending, left, strict=True)]
+                return dx, grads, _replaced(slots, b, slot._replace(pending=pending))
 
             dy, grads[g], slots[g] = self._units(g, unit, (dy, grads[g], slots[g]), cell, reverse=True)
 
@@ -318,38 +337,38 @@ class PipelineStep:
         ends = jax.lax.cond(embeds, begin, lambda dx, ends: ends, dx, state["ends"])
         return {**state, "grads": grads, "ends": ends}, slots, dy
 
-    def _weights(
-        self, cell: Any, state: Any, slots: list[ActivationSlot], message: Array
-    ) -> tuple[Any, list[ActivationSlot], Array]:
+    def _weights(self, cell: Any, state: Any, slots: Slots, message: Array) -> tuple[Any, Slots, Array]:
         consts = self._consts(cell["micro"])
         grads = list(state["grads"])
         for g, c in enumerate(self.cuts):
 
-            def unit(grads: Any, i: Array, w: Any, away: bool, g: int = g, c: SplitLayer = c) -> Any:
-                saved = slots[g].saved(i, self.offloaded[g], away)
-                left = [read_slot(p, i) for p in slots[g].pending]
-                return self._add(g, grads, c.weights(w, saved, consts, left), cell, i)
+            def unit(grads: Any, i: Array, w: Any, b: int, away: Away, g: int = g, c: SplitLayer = c) -> Any:
+                slot, place = slots[g][b], i - self.bands[g][b].first
+                left = [read_slot(p, place) for p in slot.pending]
+                return self._add(g, grads, c.weights(w, slot.saved(place, away), consts, left), cell, i)
 
             grads[g] = self._units(g, unit, grads[g], cell)
         return {**state, "grads": grads}, slots, message
 
     def _units(self, g: int, unit: Callable[..., Any], carry: Any, cell: Any, *, reverse: bool = False) -> Any:
-        """``unit(carry, i, weights, offloaded)`` for each unit of segment g that the cell's virtual stage has."""
+        """``unit(carry, i, weights, band, away)`` for each unit of segment g that the cell's virtual stage has."""
         counts = self.pipeline.depths.counts[:, g]
-        room, part = int(counts.max()), self.offloaded[g]
+        room, chunks = int(counts.max()), self.pipeline.schedule.chunks
         number = jnp.asarray(counts)[cell["virtual"]]
 
-        def step(carry: Any, i: Array, *, away: bool) -> tuple[Any, None]:
+        def step(carry: Any, i: Array, *, b: int, away: Away) -> tuple[Any, None]:
             w = jax.tree.map(lambda w: read_slot(w, cell["chunk"] * room + i), self.weights[g])
             if (counts == room).all():
-                return unit(carry, i, w, away), None
-            return jax.lax.cond(i < number, lambda carry: unit(carry, i, w, away), lambda carry: carry, carry), None
+                return unit(carry, i, w, b, away), None
+            return jax.lax.cond(i < number, lambda carry: unit(carry, i, w, b, away), lambda carry: carry, carry), None
 
-        spans = [(0, part, True), (part, room, False)]
-        for first, end, away in reversed(spans) if reverse else spans:
-            if first < end:
-                span = jnp.arange(first, end)
-                carry = jax.lax.scan(functools.partial(step, away=away), carry, span, reverse=reverse)[0]
+        bands = list(enumerate(self.bands[g]))
+        for b, band in reversed(bands) if reverse else bands:
+            away: Away = bool(band.away)
+            if 0 < len(band.away) < chunks:
+                away = jnp.asarray([chunk in band.away for chunk in range(chunks)])[cell["chunk"]]
+            span = jnp.arange(band.first, band.end)
+            carry = jax.lax.scan(functools.partial(step, b=b, away=away), carry, span, reverse=reverse)[0]
         return carry
 
     def _add(self, g: int, grads: Any, found: dict[int, Array], cell: Any, i: Array) -> Any:
@@ -456,10 +475,14 @@ class PipelineStep:
         )
 
 
+def _replaced(slots: list[ActivationSlot], b: int, slot: ActivationSlot) -> list[ActivationSlot]:
+    return [*slots[:b], slot, *slots[b + 1 :]]
+
+
 def _scoped(name: str, branch: Branch, cell: Any) -> Callable[..., Any]:
     """Operation of a cell under a named scope."""
 
-    def run(state: Any, slots: list[ActivationSlot], message: Array) -> Any:
+    def run(state: Any, slots: Slots, message: Array) -> Any:
         with jax.named_scope(name):
             return branch(cell, state, slots, message)
 

@@ -26,14 +26,18 @@ Values = list[Array]
 """One array for each value that a layer's F saves, or its B leaves for W; empty for no layers."""
 
 
+Away = bool | Array
+"""Whether the activations of an operation's chunk are offloaded; traced where that depends on the chunk."""
+
+
 class ActivationSlot(NamedTuple):
-    """Slot of one operation in an ``ActivationStore``. R layers, of which the first K are offloaded.
+    """Slot of one operation in an ``ActivationStore``, with L layers of a band.
 
     Attributes:
-        kept: [R-K ...], activations on the device; F writes them.
-        pending: [R ...], values for W; B writes them.
-        left: [K ...], activations to be offloaded; F writes them.
-        ready: [K ...], activations from the host; B and W read them.
+        kept: [L ...], activations on the device; F writes them. Empty where every chunk is offloaded.
+        pending: [L ...], values for W; B writes them.
+        left: [L ...], activations to be offloaded; F writes them. Empty where no chunk is offloaded.
+        ready: [L ...], activations from the host; B and W read them.
     """
 
     kept: Values
@@ -41,26 +45,32 @@ class ActivationSlot(NamedTuple):
     left: Values
     ready: Values
 
-    def saved(self, layer: Array, k: int, offloaded: bool) -> Values:
-        """Activations that F saved of one layer; ``offloaded``: it is one of the first ``k``."""
-        return [read_slot(v, layer) for v in self.ready] if offloaded else [read_slot(v, layer - k) for v in self.kept]
+    def saved(self, layer: Array, away: Away) -> Values:
+        """Activations that F saved of one layer of the band."""
+        if isinstance(away, bool):
+            return [read_slot(v, layer) for v in (self.ready if away else self.kept)]
+        both = zip(self.ready, self.kept, strict=True)
+        return [jnp.where(away, read_slot(there, layer), read_slot(here, layer)) for there, here in both]
 
-    def save(self, values: Sequence[Array], layer: Array, k: int, offloaded: bool) -> ActivationSlot:
-        """Slot with the activations that F saves of one layer."""
-        if offloaded:
-            return self._replace(left=_put(self.left, values, layer))
-        return self._replace(kept=_put(self.kept, values, layer - k))
+    def save(self, values: Sequence[Array], layer: Array, away: Away) -> ActivationSlot:
+        """Slot with the activations that F saves of one layer of the band."""
+        if isinstance(away, bool):
+            pool = "left" if away else "kept"
+            return self._replace(**{pool: _put(getattr(self, pool), values, layer)})
+        # Of a chunk that is offloaded, the slot on the device is another one's, and stays what it is.
+        kept = [jnp.where(away, read_slot(p, layer), v) for p, v in zip(self.kept, values, strict=True)]
+        return self._replace(left=_put(self.left, values, layer), kept=_put(self.kept, kept, layer))
 
 
 class ActivationStore(NamedTuple):
-    """Saved activations of one segment's layers on one device, between ticks.
+    """Saved activations of a band of L of one segment's layers on one device, between ticks.
 
     Attributes:
-        kept: [slots R-K ...], activations on the device, from F for B and W.
-        pending: [slots R ...], from B for W.
-        host: [slots K ...], activations in host memory, from F for B and W.
-        left: [K ...], activations of the last F, to be copied to the host.
-        ready: [K ...], activations for the next operation, copied from the host.
+        kept: [slots L ...], activations on the device, from F for B and W, of chunks that stay.
+        pending: [slots L ...], from B for W.
+        host: [slots L ...], activations in host memory, from F for B and W, of chunks that are offloaded.
+        left: [L ...], activations of the last F, to be copied to the host.
+        ready: [L ...], activations for the next operation, copied from the host.
     """
 
     kept: Values
@@ -70,16 +80,22 @@ class ActivationStore(NamedTuple):
     ready: Values
 
     @classmethod
-    def empty(cls, layer: SplitLayer, table: ScheduleTable, layers: int, offloaded: int) -> ActivationStore:
-        """Store of zeros for so many layers, of which the first ``offloaded`` are offloaded."""
-        kept = layer.saved if offloaded < layers else ()
-        away = layer.saved if offloaded else ()
+    def empty(cls, layer: SplitLayer, table: ScheduleTable, layers: int, kept: bool, away: bool) -> ActivationStore:
+        """Store of zeros for a band.
+
+        Args:
+            layer: of the segment.
+            table: with slots for the band's chunks.
+            layers: of the band.
+            kept, away: whether activations of any chunk stay, and of any are offloaded.
+        """
+        stays, goes = (layer.saved if some else () for some in (kept, away))
         return cls(
-            [zeros(v, table.saves, layers - offloaded) for v in kept],
+            [zeros(v, table.saves, layers) for v in stays],
             [zeros(v, table.pendings, layers) for v in layer.pending],
-            [zeros_on_host(v, table.hosted + 1, offloaded) for v in away],
-            [zeros(v, offloaded) for v in away],
-            [zeros(v, offloaded) for v in away],
+            [zeros_on_host(v, table.hosted + 1, layers) for v in goes],
+            [zeros(v, layers) for v in goes],
+            [zeros(v, layers) for v in goes],
         )
 
     def open(self, cell: Mapping[str, Array]) -> tuple[ActivationSlot, ActivationStore, Values]:

@@ -8,7 +8,7 @@ the peak of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -77,8 +77,16 @@ class ScheduleTable:
         return int(self.right.sum() + self.left.sum())
 
 
-def tabulate(schedule: Schedule) -> ScheduleTable:
-    """Table of a schedule: every operation takes one tick, as early as its dependencies allow."""
+def tabulate(schedule: Schedule, away: Collection[int] | None = None) -> ScheduleTable:
+    """Table of a schedule: every operation takes one tick, as early as its dependencies allow.
+
+    Args:
+        schedule: the schedule.
+        away: chunks whose activations are offloaded, which have slots in host memory alone, while the others have some
+            on the device alone. None: both are for all chunks. Ticks and messages do not depend on it.
+    """
+    stays = {*range(schedule.chunks)}.difference(away or ())
+    leaves = {*range(schedule.chunks)} if away is None else {*away}
     s, p = schedule, schedule.stages
     whole = float(s.chunks)
     rows = s.timeline(OpCosts(whole, whole, whole) if s.split else OpCosts(whole, whole / 2, whole / 2))
@@ -98,34 +106,38 @@ def tabulate(schedule: Schedule) -> ScheduleTable:
         if pool == "pending" and not s.split:
             continue
         for stage in range(p):
-            lives = {op: (t, tick[stage, op._replace(kind=last)]) for op, t in _of(tick, stage) if op.kind == begins}
+            lives = {
+                op: (t, tick[stage, op._replace(kind=last)])
+                for op, t in _of(tick, stage)
+                if op.kind == begins and (pool == "pending" or op.chunk in stays)
+            }
             slots = allocate_slots(lives.items())
-            sizes[pool] = max(sizes[pool], 1 + max(slots.values()))
+            sizes[pool] = max(sizes[pool], 1 + max(slots.values(), default=-1))
             for op, slot in slots.items():
                 for kind in s.kinds:
                     if (same := op._replace(kind=kind)) in s.orders[stage] and (kind != "F" or pool == "saved"):
                         cells[pool][tick[stage, same], stage] = slot
 
     cells["back"], cells["stays"] = np.zeros((ticks, p), np.int32), np.zeros((ticks, p), bool)
-    away: dict[
+    copied: dict[
         tuple[int, PipelineOp], tuple[int, list[int]]
     ] = {}  # tick of the copy to the host; ticks of the copies back
     for (stage, op), t in tick.items():
-        if op.kind == "F" and "B" in s.kinds:
+        if op.kind == "F" and "B" in s.kinds and op.chunk in leaves:
             takes = [tick[stage, op._replace(kind=kind)] for kind in s.kinds[1:]]
             cells["stays"][t, stage] = takes[0] == t + 1
-            away[stage, op] = t + 1, [at - 1 for at in takes if at > t + 1]
+            copied[stage, op] = t + 1, [at - 1 for at in takes if at > t + 1]
     host = {
         (stage, op): slot
         for stage in range(p)
         for op, slot in allocate_slots(
-            (op, (o, max(b))) for (there, op), (o, b) in away.items() if there == stage and b
+            (op, (o, max(b))) for (there, op), (o, b) in copied.items() if there == stage and b
         ).items()
     }
     hosted = 1 + max(host.values(), default=-1)
     cells["out"] = np.full((ticks, p), hosted, np.int32)
     for (stage, op), slot in host.items():
-        out, backs = away[stage, op]
+        out, backs = copied[stage, op]
         cells["out"][out, stage] = slot
         cells["back"][backs, stage] = slot
 

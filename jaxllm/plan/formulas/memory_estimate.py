@@ -18,6 +18,7 @@ from jaxllm.models import BlockConfig, MoeConfig
 from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.models.remat import offloaded_share
+from jaxllm.parallel.pipeline.offload_bands import offload_bands
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, make
 from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.plan.formulas import offload_time
@@ -229,11 +230,27 @@ def _activations(work: DeviceWork, copies: BufferCopies) -> tuple[int, int]:
     slots = pipeline_slots(plan.schedule, work.stages, work.micro_batches, plan.chunks)
     away, a_slot = plan.offload, of_layers / chunks
     held = slots.saves * (1 - away) + (3 * away if away else 0)
+    hosted = (slots.hosted + 1) * away if away else 0.0
     pending = slots.pendings * a_slot * (1 - away)
     groups = sum(repeats for _, repeats in work.run.model.segments) / work.stages
+    if plan.offload_chunks == "longest":
+        held, hosted = _band_slots(
+            plan.schedule, work.stages, work.micro_batches, plan.chunks, max(1, round(groups / chunks)), away
+        )
     inputs = 0.0 if copies.inputs else work.stream_bytes() * groups / chunks
     beside = copies.beside * (a_slot - inputs) * (1 - away)
-    return round(held * a_slot + pending + beside), round((slots.hosted + 1) * away * a_slot) if away else 0
+    return round(held * a_slot + pending + beside), round(hosted * a_slot)
+
+
+@functools.lru_cache(maxsize=1024)
+def _band_slots(name: str, stages: int, micro: int, chunks: int, layers: int, share: float) -> tuple[float, float]:
+    """Slots of all of a chunk's layers on the device and on the host, where the longest-lived chunks are offloaded."""
+    schedule, held, hosted = make(name, stages, micro, chunks), 0.0, 0.0
+    for band in offload_bands(schedule, (layers,), share, "longest")[0]:
+        part, table = (band.end - band.first) / layers, tabulate(schedule, band.away)
+        held += part * ((table.saves if len(band.away) < schedule.chunks else 0) + (3 if band.away else 0))
+        hosted += part * (table.hosted + 1) if band.away else 0.0
+    return held, hosted
 
 
 class PipelineSlots(NamedTuple):

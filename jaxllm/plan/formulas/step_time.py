@@ -297,7 +297,11 @@ def _host(work: DeviceWork, hardware: Hardware, calibration: Calibration, comput
 
     Optimizer state (``state`` bytes) travels when nothing else runs.
     """
-    sent = work.run.parallel.offload * memory.kept_bytes(work) * work.micro_batches / hardware.host
+    parallel = work.run.parallel
+    share = parallel.offload
+    if parallel.offload_chunks == "longest":  # operations of other chunks copy as many layers, which nobody needs
+        share = min(1.0, share * (parallel.chunks or default_chunks(parallel.schedule)))
+    sent = share * memory.kept_bytes(work) * work.micro_batches / hardware.host
     beside = 2 * max(
         0.0, sent - calibration.weight_overlap * compute / 3
     )  # a third of the arithmetic is the forward pass
@@ -363,7 +367,7 @@ def exchange(run: RunConfig, mesh: MeshSpec) -> ExpectedCollective:
 
 @functools.lru_cache(maxsize=1024)
 def _without_pipeline(parallel: ParallelConfig) -> ParallelConfig:
-    return replace(parallel, chunks=0, depths=(), offload=0.0, schedule="1f1b")
+    return replace(parallel, chunks=0, depths=(), offload=0.0, offload_chunks="all", schedule="1f1b")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,11 @@ class DiskConfig:
         activations: with ``parameters``: the inputs of layers are in files between forward and backward pass; else in
             the host's memory.
         activation_layers: with ``activations``: so many layers, the first ones, whose backward pass is last, have their
-            inputs in files, the others in the host's memory; 0: all layers.
+            inputs in files, the others in the host's memory; 0: all layers. "auto": as many as the passes hide, by what
+            the first step measures (``hidden_share``).
+        host: bytes of the host's memory for each device, in which chunks of the files stay until they are read again,
+            beside the layers in the window and saved inputs; 0: none stay.
+        chunk: bytes of a chunk.
     """
 
     directory: str = ""
@@ -28,7 +33,9 @@ class DiskConfig:
     window: int = 4
     parameters: bool = False
     activations: bool = False
-    activation_layers: int = 0
+    activation_layers: int | Literal["auto"] = 0
+    host: int = 0
+    chunk: int = 4 * 2**20
 
     def __post_init__(self) -> None:
         if self.window < 2:
@@ -43,8 +50,9 @@ class DiskConfig:
             raise ValueError(
                 "disk: activations are the saved inputs of layers that are streamed; set disk.parameters to true too."
             )
-        if self.activation_layers < 0:
-            raise ValueError(f"disk: activation_layers = {self.activation_layers}; give 0 (all) or a number of layers.")
+        count = self.activation_layers
+        if count != "auto" and count < 0:
+            raise ValueError(f'disk: activation_layers = {count!r}; give 0 (all), a number of layers, or "auto".')
         if self.activation_layers and not self.activations:
             raise ValueError(
                 f"disk: activation_layers = {self.activation_layers} says how many layers' inputs are in files; set "
@@ -52,3 +60,9 @@ class DiskConfig:
             )
         if self.bytes and not self.directory:
             raise ValueError(f"disk: bytes = {self.bytes} limits files, but disk.directory is empty; give a directory.")
+        if self.host < 0:
+            raise ValueError(f"disk: host = {self.host}; give 0 (nothing stays) or a number of bytes.")
+        if self.host and not self.directory:
+            raise ValueError(f"disk: host = {self.host} is for chunks of files, but disk.directory is empty; give one.")
+        if self.chunk < 4096 or self.chunk % 4096:
+            raise ValueError(f"disk: chunk = {self.chunk}; give a multiple of 4096 bytes, such as {4 * 2**20}.")

@@ -172,11 +172,15 @@ class DiskStep:
         programs: compiled.
         files: of the optimizer state.
         score: ``(params, batch) -> batch``, which scores a batch with the reference model; None without one.
+
+    Attributes:
+        say: called with lines for the log.
     """
 
     def __init__(self, programs: DiskStepPrograms, files: StateFiles, score: Any = None):
         self._programs, self._files, self._score = programs, files, score
         self._backwards = False
+        self.say: Callable[[str], object] = lambda line: None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The state after the step, and its metrics; the parameters of the state are donated.
@@ -192,6 +196,8 @@ class DiskStep:
         counters, squares = before, [None] * len(files.units)
         order = files.order(self._backwards)
         self._backwards = not self._backwards
+        if files.chunks is not None:
+            files.chunks.begin(lambda: 0)
         files.tier.begin(order)
         for number in order:
             unit = files.units[number]
@@ -209,6 +215,8 @@ class DiskStep:
         ends = _ends_of(resident)
         params, step, extras, metrics = programs.finish(params, ends, counters, sums, norms[0], amax, squares)
         state = replace(state, params=params, opt_state=files.with_kept(counters), step=step, extras=extras)
+        if files.chunks is not None and (line := files.chunks.end()):
+            self.say(line)
         return state, metrics
 
 

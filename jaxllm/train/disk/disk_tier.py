@@ -4,12 +4,14 @@ A pass visits every unit once. Units that come next are read while one is update
 the next ones are (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2). A unit that is still in the window when the next
 pass asks for it, written already or in flight, is forwarded from memory and never read; each buffer is written once
 in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013). A pass may also only read: a unit that is
-released as it was is not written.
+released as it was is not written. Chunks of the files may stay in the host's memory longer than the window has them
+(``host_chunks``); what is there is not read.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.hidden_share import DiskClock
+from jaxllm.train.disk.host_chunks import TierChunks
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
 
 THREADS = 2
@@ -31,12 +35,13 @@ class IoEvent(NamedTuple):
     """Entry of the I/O log.
 
     Attributes:
-        what: a unit was read from its file, forwarded from memory, or written.
+        what: a unit was read from its file, parts of it were kept in the host's memory, it was forwarded from the
+            window, or written.
         unit: number of the unit.
-        bytes: that were moved from or to the disk.
+        bytes: that were moved from or to the disk, or copied from what was kept.
     """
 
-    what: Literal["read", "forward", "write"]
+    what: Literal["read", "kept", "forward", "write"]
     unit: int
     bytes: int
 
@@ -52,6 +57,7 @@ class _Slot:
         taken: the unit is being updated.
         kept: the buffer stays when it is written.
         unused: done when nobody reads the buffer any more; None: nobody does.
+        read: it was read, and has not been taken since.
     """
 
     buffer: np.ndarray | None
@@ -60,6 +66,7 @@ class _Slot:
     taken: bool = False
     kept: bool = True
     unused: Future[None] | None = None
+    read: bool = False
 
 
 def check_room(config: DiskConfig, state: int, activations: int = 0) -> None:
@@ -101,8 +108,11 @@ class DiskTier:
         window: most units in memory.
 
     Attributes:
+        chunks: of the files that stay in the host's memory; None: none do.
+        clock: measures reads and writes; of several tiers together, if they share it.
         log: I/O log, in the order of calls; None: none is kept.
         moved: bytes read and written so far, by ``IoEvent.what``.
+        waited: seconds that calls have waited for the disk so far.
 
     Raises:
         DiskTierError: the directory has no room, or cannot be written.
@@ -111,8 +121,11 @@ class DiskTier:
     directory: Path
     layouts: Sequence[FileLayout]
     window: int
+    chunks: TierChunks | None = None
     log: list[IoEvent] | None = None
     moved: Counter[str] = field(default_factory=Counter)
+    waited: float = 0.0
+    clock: DiskClock = field(default_factory=DiskClock)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _coming: list[int] = field(default_factory=list)
     _spare: list[np.ndarray] = field(default_factory=list)
@@ -142,6 +155,7 @@ class DiskTier:
             DiskTierError: it cannot be read, is damaged, or an earlier write failed.
         """
         assert self._coming[0] == unit, f"unit {unit} taken, {self._coming[0]} is next"
+        start = time.monotonic()
         if unit in self._slots and not self._slots[unit].kept:
             self._evict(unit)
         if unit not in self._slots:
@@ -153,6 +167,10 @@ class DiskTier:
         slot = self._slots[unit]
         slot.taken = True
         slot.ready.result()
+        if self.chunks is not None:
+            self.chunks.host.took(self.chunks.numbers[unit], slot.read)
+        slot.read = False
+        self.waited += time.monotonic() - start
         assert slot.buffer is not None
         return slot.buffer
 
@@ -168,6 +186,7 @@ class DiskTier:
         buffer, before, unused = slot.buffer, slot.stored, slot.unused
         assert buffer is not None
         filled: Future[None] = Future()
+        stays = self._kept_parts(unit, buffer, new=True)
         new = _Slot(buffer, filled, kept=keep)
 
         def write() -> None:
@@ -176,11 +195,15 @@ class DiskTier:
                     if one is not None:
                         one.result()
                 fill(buffer)
+                for part, memory in stays:
+                    np.copyto(memory, part)
             except BaseException as error:
                 filled.set_exception(error)
                 raise
             filled.set_result(None)
-            self.writable(unit).write(buffer)
+            file = self._file_to_write(unit)
+            with self.clock.moving("write", file.layout.size):
+                file.write(buffer)
             if not keep:
                 new.buffer = None
 
@@ -197,9 +220,13 @@ class DiskTier:
             wait: returns when the contents are not read any more; called in a thread of the pool.
         """
         slot = self._slots.pop(unit)
-        before = slot.unused
+        before, buffer = slot.unused, slot.buffer
+        assert buffer is not None
+        stays = self._kept_parts(unit, buffer, new=False)
 
         def waited() -> None:
+            for part, memory in stays:
+                np.copyto(memory, part)
             if before is not None:
                 before.result()
             wait()
@@ -225,9 +252,11 @@ class DiskTier:
             unit: the unit.
             fill: as for ``give``.
         """
+        start = time.monotonic()
         if unit in self._slots:
             self._evict(unit)
         self._make_room(wait=True)
+        self.waited += time.monotonic() - start
         empty: Future[None] = Future()
         empty.set_result(None)
         self._slots[unit] = _Slot(self._buffer(self.layouts[unit].size), empty, taken=True)
@@ -255,12 +284,23 @@ class DiskTier:
         return [self.writable(unit) for unit in range(len(self._files))]
 
     def writable(self, unit: int) -> StateFile:
-        """File of a unit that may be written: a new one in the place of a frozen one."""
+        """File of a unit that may be written by the caller: a new one in the place of a frozen one."""
+        if self.chunks is not None:
+            self.chunks.host.forget(self.chunks.numbers[unit])
+        return self._file_to_write(unit)
+
+    # Inside
+
+    def _file_to_write(self, unit: int) -> StateFile:
         if self._files[unit].frozen:
             self._files[unit] = StateFile(self.directory, self.layouts[unit])
         return self._files[unit]
 
-    # Inside
+    def _kept_parts(self, unit: int, buffer: np.ndarray, new: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Parts of the buffer of a unit that is given back, each with the memory that it is to be copied to."""
+        if self.chunks is None:
+            return []
+        return self.chunks.parts(unit, buffer, self.chunks.host.gave(self.chunks.numbers[unit], new))
 
     def _read_ahead(self) -> None:
         for unit in self._coming[: self.window]:
@@ -301,15 +341,30 @@ class DiskTier:
 
     def _start_read(self, unit: int) -> None:
         size = self.layouts[unit].size
-        buffer, file = self._buffer(size), self._files[unit]
-        self._record("read", unit, size)
-        self._slots[unit] = _Slot(buffer, self._readers.submit(file.read, buffer))
+        buffer, file, ranges = self._buffer(size), self._files[unit], [(0, size)]
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        if self.chunks is not None:
+            there = self.chunks.host.there(self.chunks.numbers[unit])
+            parts, ranges = self.chunks.parts(unit, buffer, there), self.chunks.missing(unit, there)
+        missing = sum(end - begin for begin, end in ranges)
+
+        def read() -> None:
+            for part, memory in parts:
+                np.copyto(part, memory)
+            parts.clear()  # so that the memory is free when the unit is taken
+            with self.clock.moving("read", missing):
+                file.read(buffer, ranges)
+
+        self._record("read", unit, missing)
+        if missing < size:
+            self._record("kept", unit, size - missing)
+        self._slots[unit] = _Slot(buffer, self._readers.submit(read), read=True)
 
     def _buffer(self, size: int) -> np.ndarray:
         self._spare = [one for one in self._spare if one.size == size]
         return self._spare.pop() if self._spare else aligned_buffer(size)
 
-    def _record(self, what: Literal["read", "forward", "write"], unit: int, size: int) -> None:
+    def _record(self, what: Literal["read", "kept", "forward", "write"], unit: int, size: int) -> None:
         self.moved[what] += size
         if self.log is not None:
             self.log.append(IoEvent(what, unit, size))

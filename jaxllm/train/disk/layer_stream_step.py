@@ -11,6 +11,7 @@ norm.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ import jax
 import numpy as np
 
 from jaxllm.train.disk.disk_step import part_of
-from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, to_device, to_host
+from jaxllm.train.disk.hidden_share import PassTimer
+from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, local_bytes, to_device, to_host
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms
 from jaxllm.train.step.train_state import TrainState
@@ -59,24 +61,36 @@ class LayerStreamStep:
 
     Attributes:
         inputs: as given.
+        say: called with lines for the log.
     """
 
     def __init__(self, programs: StreamedPrograms, of: StreamedModel, files: StateFiles, inputs: SavedInputs):
         self._programs, self._of, self._files, self.inputs = programs, of, files, inputs
         self._numbers = {unit: number for number, unit in enumerate(files.units)}
+        self._measures = isinstance(inputs, DiskInputs) and inputs.adaptive
+        self.say: Callable[[str], object] = lambda line: None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The state after the step, and its metrics; parameters outside of layers are donated.
 
-        The metrics ``disk_read_bytes`` and ``disk_written_bytes`` are what the tier read and wrote in the step.
+        The metrics ``disk_read_bytes`` and ``disk_written_bytes`` are what the tier read and wrote in the step; where
+        chunks stay in the host's memory, ``disk_kept_bytes`` is what it did not read because of that.
 
         Raises:
             DiskTierError: the files failed; the state is lost then.
         """
         programs, of, params, files, saved = self._programs, self._of, self._of.params, self._files, self.inputs
         tiers = [params.tier, files.tier, *([saved.tier] if isinstance(saved, DiskInputs) else [])]
-        moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write")}
-        layers = list(range(len(params.units)))
+        moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write", "kept")}
+        layers, timer = list(range(len(params.units))), None
+        if self._measures and isinstance(saved, DiskInputs):
+            timer = PassTimer(tiers, tiers[:2])
+            for tier in tiers:
+                tier.clock = saved.clock
+        chunks = None if timer is not None else params.chunks  # a step that measures has other saved inputs
+        waiting = 0
+        if chunks is not None:
+            chunks.begin(lambda: saved.host_bytes + waiting)
         params.tier.begin([*layers, *[*reversed(layers)] * (1 if programs.norm is None else 2)])
         order = [self._numbers[params.units[n]] for n in reversed(layers) if params.units[n] in self._numbers]
         files.tier.begin(order + [n for n, unit in enumerate(files.units) if not unit.segment])
@@ -93,17 +107,19 @@ class LayerStreamStep:
             running.add(x)
             hidden.append(x if alone else to_host(x))
             tallies.append(tally)
-        for number in layers:
-            unit = params.units[number]
-            rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
-            for i in reversed(range(len(micros))):
-                saved.put(number, i, hidden[i])
-            for i, micro in enumerate(micros):
-                x, tallies[i] = programs.forward[unit.segment](rows, to_device(hidden[i]), tallies[i], micro, first)
-                running.add(x)
-                hidden[i] = x if alone else to_host(x)
-            params.tier.release(number, running.waiting())
-            del rows
+        waiting = 0 if alone else 2 * sum(map(local_bytes, hidden))  # hidden states, and one more of each on its way
+        with _timing(timer, running):
+            for number in layers:
+                unit = params.units[number]
+                rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
+                for i in reversed(range(len(micros))):
+                    saved.put(number, i, hidden[i])
+                for i, micro in enumerate(micros):
+                    x, tallies[i] = programs.forward[unit.segment](rows, to_device(hidden[i]), tallies[i], micro, first)
+                    running.add(x)
+                    hidden[i] = x if alone else to_host(x)
+                params.tier.release(number, running.waiting())
+                del rows
         found, grads_of = programs.head_zeros(), []
         for i, micro in enumerate(micros):
             found, dx = programs.head(ends, to_device(hidden[i]), tallies[i], micro, total, found)
@@ -122,7 +138,8 @@ class LayerStreamStep:
             params.tier.release(number, running.waiting())
 
         if programs.norm is not None:
-            last = self._backward(micros, total, grads_of, running, measure, final=False)
+            with _timing(timer, running):
+                last = self._backward(micros, total, grads_of, running, measure, final=False)
             end_grads = self._with_lookups(ends, micros, last, end_grads)
             norm = programs.norm(squares, end_grads)
         norms: list[Any] = [None] * (len(layers) + 1)
@@ -139,7 +156,8 @@ class LayerStreamStep:
             if state_unit is not None:
                 files.give(state_unit, arrays)
 
-        last = self._backward(micros, total, grads_of, running, update, final=True)
+        with _timing(timer, running):
+            last = self._backward(micros, total, grads_of, running, update, final=True)
         if norm is None:
             end_grads = self._with_lookups(ends, micros, last, end_grads)
         ends, counters, norms[-1] = self._update_ends(ends, end_grads, before, norm)
@@ -148,6 +166,13 @@ class LayerStreamStep:
         step, extras, metrics = programs.finish(resident, counters, sums, norms)
         moved = {what: before + sum(tier.moved[what] for tier in tiers) for what, before in moved.items()}
         metrics |= {"disk_read_bytes": moved["read"], "disk_written_bytes": moved["write"]}
+        if params.chunks is not None:
+            metrics["disk_kept_bytes"] = moved["kept"]
+        if chunks is not None and (line := chunks.end()):
+            self.say(line)
+        if timer is not None and isinstance(saved, DiskInputs):
+            self._measures = False
+            self.say(saved.choose(timer.passes, saved.clock))
         whole = {**state.params, **ends}
         return replace(state, params=whole, opt_state=files.with_kept(counters), step=step, extras=extras), metrics
 
@@ -200,3 +225,7 @@ class LayerStreamStep:
         if number is not None:
             files.give(number, arrays)
         return ends, counters, norms
+
+
+def _timing(timer: PassTimer | None, running: Dispatched) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if timer is None else timer.timing(lambda: running.waiting()())

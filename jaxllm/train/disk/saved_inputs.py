@@ -7,6 +7,7 @@ reverse order; those that are still in the window, written already or in flight,
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.hidden_share import DiskClock, InputTimes, PassRates
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout
 from jaxllm.train.disk.state_files import ArrayShards
 
@@ -29,6 +31,11 @@ class SavedInputs(ABC):
     """
 
     sizes: Sequence[int] = ()
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that they take now; of files' buffers, those of the whole window."""
 
     @abstractmethod
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
@@ -59,6 +66,11 @@ class HostInputs(SavedInputs):
     def __init__(self) -> None:
         self._inputs: dict[tuple[int, int], jax.Array] = {}
 
+    @property
+    def host_bytes(self) -> int:
+        """See ``SavedInputs``."""
+        return sum(local_bytes(x) for x in self._inputs.values())
+
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
         """See ``SavedInputs``."""
         self._inputs[layer, micro] = to_host(x)
@@ -87,28 +99,57 @@ class DiskInputs(SavedInputs):
 
     Attributes:
         layouts: layouts of the files, in the order of writing.
+        clock: measures reads and writes of the files.
     """
 
     def __init__(self, config: DiskConfig, layers: int, micro_batches: int, hidden: jax.ShapeDtypeStruct):
         self._shards = ArrayShards.of(tuple(hidden.shape), np.dtype(hidden.dtype), hidden.sharding, 0)
-        self._micro_batches, self._config = micro_batches, config
-        self._layers, self._others = layers_in_files(config, layers), HostInputs()
+        self._micro_batches, self._config, self._streamed = micro_batches, config, layers
+        self._layers, self._others, self.clock = layers_in_files(config, layers), HostInputs(), DiskClock()
+        self._make_layouts()
+
+    def _make_layouts(self) -> None:
         parts = len(self._shards.parts)
         self.layouts = [
             FileLayout(
                 f"input of layer {n}, micro-batch {m}", ["hidden states"] * parts, [self._shards.part_bytes] * parts
             )
             for n in range(self._layers)
-            for m in reversed(range(micro_batches))
+            for m in reversed(range(self._micro_batches))
         ]
         self.sizes = [layout.size for layout in self.layouts]
         self._tier: DiskTier | None = None
 
     @property
+    def host_bytes(self) -> int:
+        """See ``SavedInputs``. Beside each buffer there is the array that it is filled from."""
+        return self._others.host_bytes + 2 * sum(self.sizes[: self._config.window])
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the number of layers in files is to be chosen by what a first step, with all of them, measures."""
+        return self._config.activation_layers == "auto"
+
+    def choose(self, passes: Sequence[PassRates], clock: DiskClock) -> str:
+        """Puts the most layers into files of which the passes hide the copies; no input is saved. For the log.
+
+        Args:
+            passes: the forward pass of a step with all layers in files, then its backward passes.
+            clock: its reads and writes.
+        """
+        times = InputTimes.of(
+            passes, clock, self._streamed, self._micro_batches, self._config.window, max(self.sizes, default=0)
+        )
+        if (chosen := times.most_hidden()) != self._layers:
+            self._layers = chosen
+            self._make_layouts()
+        return f"inputs of {chosen} of {self._streamed} layers are in files: {times}"
+
+    @property
     def tier(self) -> DiskTier:
         """The files, made when they are first needed."""
         if self._tier is None:
-            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window)
+            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window, clock=self.clock)
         return self._tier
 
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
@@ -145,7 +186,7 @@ class DiskInputs(SavedInputs):
 
 
 def layers_in_files(config: DiskConfig, layers: int) -> int:
-    """Number of a run's layers that have their inputs in files.
+    """Number of a run's layers that have their inputs in files; the most that may have, where that is chosen later.
 
     Args:
         config: of the run.
@@ -154,12 +195,14 @@ def layers_in_files(config: DiskConfig, layers: int) -> int:
     Raises:
         DiskTierError: more are to have files than there are.
     """
-    if config.activation_layers > layers:
+    count = config.activation_layers
+    if count == "auto":
+        return layers
+    if count > layers:
         raise DiskTierError(
-            f"disk.activation_layers = {config.activation_layers}, but {layers} layers are streamed; give at most as "
-            "many, or 0 (all)."
+            f"disk.activation_layers = {count}, but {layers} layers are streamed; give at most as many, or 0 (all)."
         )
-    return (config.activation_layers or layers) if config.activations else 0
+    return (count or layers) if config.activations else 0
 
 
 def host_inputs(config: DiskConfig, layers: int, micro_batches: int) -> int:
@@ -170,8 +213,15 @@ def host_inputs(config: DiskConfig, layers: int, micro_batches: int) -> int:
         layers: number of layers that are streamed.
         micro_batches: of a step.
     """
+    if config.activation_layers == "auto":  # few layers may be chosen, or none
+        return layers * micro_batches
     files = layers_in_files(config, layers) * micro_batches
     return layers * micro_batches - files + min(config.window, files)
+
+
+def local_bytes(x: jax.Array) -> int:
+    """Bytes of an array on this process's devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize * len(x.sharding.addressable_devices)
 
 
 def to_host(x: jax.Array) -> jax.Array:

@@ -81,10 +81,16 @@ class StateFile:
         with self._naming("writing"):
             self._transfer(os.pwrite, buffer, 0)
 
-    def read(self, buffer: np.ndarray) -> None:
-        """Reads all parts into an aligned buffer, and verifies them."""
+    def read(self, buffer: np.ndarray, ranges: Sequence[tuple[int, int]] | None = None) -> None:
+        """Reads all parts into an aligned buffer, and verifies them.
+
+        Args:
+            buffer: of ``layout.size`` bytes.
+            ranges: (begin, end) of the bytes that are read, in whole blocks; the buffer has the others. None: all.
+        """
         with self._naming("reading"):
-            self._transfer(lambda handle, rest, offset: os.preadv(handle, [rest], offset), buffer, 0)
+            for begin, end in [(0, self.layout.size)] if ranges is None else ranges:
+                self._transfer(lambda handle, rest, offset: os.preadv(handle, [rest], offset), buffer[begin:end], begin)
         for number in range(len(self.layout.sizes)):
             self._verify(number, self.layout.part(buffer, number))
 

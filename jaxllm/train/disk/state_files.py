@@ -24,6 +24,7 @@ from jaxllm.checkpoint.storage import array_store
 from jaxllm.config import ConfigError
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
+from jaxllm.train.disk.host_chunks import HostChunks
 from jaxllm.train.disk.state_file import FileLayout, StateFile
 
 Index = tuple[slice, ...]
@@ -185,6 +186,7 @@ class StateFiles:
         units: units of the state in the order of a pass: layers, then what is outside of them.
         window: most layers in memory.
         kept: numbers of the leaves that stay in memory.
+        chunks: of these and other files in the host's memory (``share_chunks``); None: none.
 
     Raises:
         ConfigError: the state is not one of layers.
@@ -221,16 +223,23 @@ class StateFiles:
             FileLayout(f"{self.what} of {unit}", labels[unit.segment], sizes[unit.segment]) for unit in self.units
         ]
         self.window, self._config = config.window, config
+        self.chunks: HostChunks | None = None
 
     @functools.cached_property
     def tier(self) -> DiskTier:
         """The files, made when they are first needed."""
-        return DiskTier(Path(self._config.directory), self._layouts, self.window)
+        chunks = None if self.chunks is None else self.chunks.of(self._layouts, self.window)
+        return DiskTier(Path(self._config.directory), self._layouts, self.window, chunks)
 
     @property
     def bytes(self) -> int:
         """Bytes of the files of this process, while no checkpoint reads older ones."""
         return sum(layout.size for layout in self._layouts)
+
+    @property
+    def window_bytes(self) -> int:
+        """Most bytes of the host's memory that files in the window take."""
+        return sum(sorted((layout.size for layout in self._layouts), reverse=True)[: self.window])
 
     def leaves(self) -> Any:
         """The state with ``DiskLeaf`` in the place of arrays in files, and the abstract leaves that stay in memory."""
@@ -240,6 +249,10 @@ class StateFiles:
                 for n, leaf in enumerate(self._abstract)
             ]
         )
+
+    def leaves_in_files(self) -> list[DiskLeaf]:
+        """Leaves of the state that are in files."""
+        return [leaf for leaf in jax.tree.leaves(self.leaves()) if isinstance(leaf, DiskLeaf)]
 
     def with_kept(self, values: Sequence[Any]) -> Any:
         """The state with these values of the leaves that stay in memory."""
@@ -308,12 +321,30 @@ class StateFiles:
 
     def __str__(self) -> str:
         """Bytes and place of the state."""
-        tier = self.tier
-        window = sum(sorted((layout.size for layout in self._layouts), reverse=True)[: tier.window])
+        tier, window = self.tier, self.window_bytes
         return (
             f"{self.what}: {tier.bytes / 2**30:.3f} GiB in {len(self.units)} files of {tier.directory}, at most "
             f"{tier.window} of them in memory ({window / 2**30:.3f} GiB)"
         )
+
+
+def share_chunks(config: DiskConfig, files: Sequence[StateFiles]) -> None:
+    """Lets files of a run share the host's memory for chunks of them, where it has any.
+
+    With the optimizer state alone in files, every other step goes through the layers backwards.
+
+    Args:
+        config: of the run.
+        files: all of this process, whose tiers are not made yet.
+    """
+    if not config.host:
+        return
+    devices = {
+        device for one in files for leaf in one.leaves_in_files() for device in leaf.sharding.addressable_devices
+    }
+    chunks = HostChunks(config.host * len(devices), config.chunk, period=1 if config.parameters else 2)
+    for one in files:
+        one.chunks = chunks
 
 
 def put_on_disk(value: Any, target: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.models import Functional
 from jaxllm.train.disk.disk_step import part_of
 from jaxllm.train.disk.layer_stream_step import Dispatched
-from jaxllm.train.disk.saved_inputs import to_device, to_host
+from jaxllm.train.disk.saved_inputs import local_bytes, to_device, to_host
 from jaxllm.train.disk.streamed_programs import StreamedModel
 from jaxllm.train.evaluate import Evaluation, Evaluator
 from jaxllm.train.step.loss import LossSums
@@ -60,6 +60,8 @@ class StreamedEvaluator(Evaluator):
     def _sums_of(self, ends: Any, batches: list[Any]) -> list[LossSums]:
         files, running = self._of.params, Dispatched()
         hidden = [to_host(self._embed(ends, batch)) for batch in batches]
+        if files.chunks is not None:
+            files.chunks.make_room(2 * sum(map(local_bytes, hidden)))
         files.tier.begin(range(len(files.units)))
         for number, unit in enumerate(files.units):
             rows = files.placed(number, files.tier.take(number))

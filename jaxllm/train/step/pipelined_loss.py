@@ -13,6 +13,7 @@ from jaxtyping import Array
 import sharding
 from jaxllm.models import DecoderConfig, Functional, Segments
 from jaxllm.parallel.pipeline import schedule_executor
+from jaxllm.parallel.pipeline.offload_bands import OffloadedChunks, check_offloaded_chunks
 from jaxllm.parallel.pipeline.pipeline_step import Pipeline
 from jaxllm.parallel.pipeline.schedule import Schedule, ScheduleError, forward_only
 from jaxllm.parallel.pipeline.schedule_generators import default_chunks, legal_sizes, make
@@ -36,7 +37,9 @@ def pipeline_plan(config: RunConfig, stages: int) -> tuple[Schedule, StageDepths
         ScheduleError: none fits; the message says what is legal.
     """
     parallel = config.parallel
-    return make(parallel.schedule, stages, config.accumulate, parallel.chunks), stage_depths(config, stages)
+    schedule = make(parallel.schedule, stages, config.accumulate, parallel.chunks)
+    check_offloaded_chunks(schedule, parallel.offload, parallel.offload_chunks)
+    return schedule, stage_depths(config, stages)
 
 
 def stage_depths(config: RunConfig, stages: int) -> StageDepths:
@@ -72,6 +75,7 @@ def pipelined_value_and_grad(
     zero: Literal[1, 2, 3] = 3,
     routing: RoutingConfig | None = None,
     offload: float = 0.0,
+    offload_chunks: OffloadedChunks = "all",
     objective: HeadObjective | None = None,
     trainable: Any = None,
     links: SlowLinks | None = None,
@@ -87,13 +91,14 @@ def pipelined_value_and_grad(
         zero: ZeRO stage.
         routing: weights of the load-balancing loss and router z-loss; None: routing statistics are not collected.
         offload: share of a stage's layers whose activations are offloaded to the host.
+        offload_chunks: chunks that the share is taken of.
         objective: the loss, over single tokens.
         trainable: subset of the parameters that gradients are taken of; None: all.
         links: replicas whose messages between stages are projected; None: all messages are whole.
     """
     loss = CrossEntropyObjective(z_loss) if objective is None else objective
     routers = PipelineRouting.of(model.config, routing)
-    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload, trainable, links)
+    pipeline = Pipeline(model, schedule, depths, zero, layout, routers, offload, offload_chunks, trainable, links)
 
     def run(params: Any, batch: Any) -> tuple[LossSums, Any]:
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)

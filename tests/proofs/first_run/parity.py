@@ -53,7 +53,7 @@ def run(example: dict[str, Any], preset: str | None, dtype: str, steps: int) -> 
     config = tiny.decoder(dtype=dtype, **example["model"])
     plan = ParallelConfig(**example.get("plan", {}))
     if preset is None:  # without stages there is nothing that these would divide or move
-        plan = dataclasses.replace(plan, chunks=0, depths=(), offload=0.0, experts="")
+        plan = dataclasses.replace(plan, chunks=0, depths=(), offload=0.0, offload_chunks="all", experts="")
     model = functional(config, plan.rules())
     order = example.get("device_order", ()) if preset else ()
     mesh = MeshSpec.parse(preset or "dp").build(jax.devices() if preset else jax.devices()[:1], order)

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,20 @@ def streamed(layers: int, clip_norm: float | None) -> tuple[dict[str, str], list
 
 @proof("offload", count=12, sample=1)
 def windows_change_no_bit(seed: int) -> None:
-    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory, inputs of all layers, of some
-    or of none in files: parameters, moments and losses of twelve steps are those of a window of two layers."""
+    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory, inputs of all layers, of
+    some, of as many as the passes hide or of none in files: parameters, moments and losses of twelve steps are those of
+    a window of two layers."""
     rng = random.Random(seed)
     layers, window = rng.choice([1, 3, 6]), rng.randint(2, 8)
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryDirectory(dir=rng.choice([None, *([MEMORY] * MEMORY.is_dir())])) as files,
     ):
-        inputs = {"activations": True, "activation_layers": rng.randint(0, layers)} if rng.random() < 0.5 else {}
+        inputs = (
+            {"activations": True, "activation_layers": rng.choice(["auto", *range(layers + 1)])}
+            if rng.random() < 0.5
+            else {}
+        )
         disk = DiskConfig(files, window=window, parameters=True, **inputs)
         saving = rng.choice(["lazy", "eager", "blocking"])
         every, clip_norm = rng.randint(1, 12), rng.choice([None, 0.5])
@@ -125,10 +131,13 @@ def unbroken() -> tuple[list[tuple[Any, ...]], dict[str, str]]:
         return outcome(out)
 
 
-@proof("offload", count=50, sample=1)
-def kills_with_parameters_on_disk(seed: int) -> None:
-    """One or two SIGKILLs at random: no file of the tier is left, every checkpoint is whole, and the run ends with the
-    bits of one that is not killed."""
+def killed(seed: int, start: Callable[[Path, Path], Any]) -> None:
+    """One or two SIGKILLs at random, then a start to the end, whose bits are those of ``unbroken``.
+
+    Args:
+        seed: of the times.
+        start: starts the run in a process of its own.
+    """
     rng = random.Random(seed)
     expected = unbroken()
     with tempfile.TemporaryDirectory() as folder:
@@ -145,6 +154,13 @@ def kills_with_parameters_on_disk(seed: int) -> None:
         assert code == 0, f"exit status {code}:\n{log.read_text()[-3000:]}"
         assert outcome(out) == expected
     assert len(expected[0]) == STEPS
+
+
+@proof("offload", count=50, sample=1)
+def kills_with_parameters_on_disk(seed: int) -> None:
+    """One or two SIGKILLs at random: no file of the tier is left, every checkpoint is whole, and the run ends with the
+    bits of one that is not killed."""
+    killed(seed, start)
 
 
 @proof(

@@ -52,7 +52,7 @@ def example_of(mesh: str, schedule: str, kind: str, micro_batches: int | None = 
     micro = micro_batches or (sizes["stage"] if schedule == "interleaved" else one(1, 3, 5, sizes["stage"] + 1))
     layers = sum(depths) or virtual
     rows = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1) * micro
-    return {
+    found: dict[str, Any] = {
         "preset": mesh,
         "plan": {
             "schedule": schedule,
@@ -87,6 +87,32 @@ def example_of(mesh: str, schedule: str, kind: str, micro_batches: int | None = 
         "routing": {"balance_loss": 0.1, "z_loss": 0.01} if kind == "mixture" else {},
         "seed": int(rng.integers(2**16)),
     }
+    if default_chunks(schedule) > 1 and found["plan"]["offload"]:
+        found["plan"]["offload_chunks"] = one("all", "longest")
+    return found
+
+
+CHUNKED = [name for name in NAMES if default_chunks(name) > 1]
+"""Schedules of several chunks on a stage."""
+
+
+@proof(
+    "pipeline",
+    cases=[(name, mesh) for name in CHUNKED for mesh in ("stage=4,fsdp=2", "stage=2,tensor=2,data=2")],
+    sample=1,
+    float64=True,
+    bound={"loss": 1e-10, "gradient": 1e-10},
+)
+def longest_lived_chunks_float64(case: tuple[str, str]) -> dict[str, float]:
+    """Loss and each leaf's gradient with a third of a stage's layers offloaded, of the longest-lived chunks: whole
+    chunks, one of which some layers go, and some that stay."""
+    schedule, mesh = case
+    example = example_of(mesh, schedule, "dense")
+    plan = example["plan"] | {"offload": 0.34, "offload_chunks": "longest", "depths": ()}
+    stages = int(mesh[len("stage=")])
+    model = example["model"] | {"layers": 3 * stages * default_chunks(schedule), "norms": "pre"}
+    loss, gradient, _ = compare(example | {"plan": plan, "model": model}, "float64", 1)
+    return {"loss": loss, "gradient": gradient}
 
 
 @proof(
