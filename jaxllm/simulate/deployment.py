@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxllm.config import ConfigError
@@ -15,8 +16,9 @@ from jaxllm.infer.runner.paged_cache import pool_sizes, with_whole_tiles
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
-from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel, StepCost
+from jaxllm.plan.hardware import Cluster, Hardware
+from jaxllm.simulate.power import PowerModel
 from sharding import MeshSpec
 
 LARGEST_TOKEN = 2**31 - 1
@@ -78,7 +80,12 @@ class Deployment:
     @property
     def devices(self) -> int:
         """Devices of all engines."""
-        return self.cluster.devices * self.copies
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def kinds(self) -> tuple[tuple[Hardware, int], ...]:
+        """Kinds of devices, and how many of each."""
+        return ((self.cluster.hardware, self.cluster.devices * self.copies),)
 
     @property
     def name(self) -> str:
@@ -160,8 +167,22 @@ class Deployment:
     @property
     def dollars_per_hour(self) -> float | None:
         """Price of all devices; None where the hardware table has none."""
-        each = self.cluster.hardware.dollars_per_hour
-        return None if each is None else each * self.devices
+        total = 0.0
+        for hardware, count in self.kinds:
+            if hardware.dollars_per_hour is None:
+                return None
+            total += hardware.dollars_per_hour * count
+        return total
+
+    def joules(self, steps: Sequence[StepCost], seconds: float, power: PowerModel) -> float | None:
+        """Energy of all engines' steps, and of idling; None where the hardware table has no watts.
+
+        Args:
+            steps: costs of the steps of all engines.
+            seconds: of all engines, added up.
+        """
+        watts = self.cluster.hardware.watts
+        return None if watts is None else power.energy(steps, seconds, watts) * self.engine_devices
 
     def sized(self, **changes: object) -> Deployment:
         """Deployment with other sizes of the engine."""

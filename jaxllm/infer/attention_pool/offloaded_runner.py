@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -296,7 +297,7 @@ class OffloadedRunner(ModelRunner):
     def _pairs(self) -> Iterator[tuple[Kind, Kind]]:
         """Kinds of two layers in a row, each pair once."""
         kinds = [cut.kind for cut in self._cuts]
-        yield from dict.fromkeys(zip(kinds, kinds[1:], strict=False))
+        yield from dict.fromkeys(itertools.pairwise(kinds))
 
     def _has_single(self, shape: StepShape) -> bool:
         """Whether a step of a shape may be of single tokens alone, for which attention has a program of its own."""

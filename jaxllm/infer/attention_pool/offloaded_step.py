@@ -10,7 +10,8 @@ to the next one's; ``end`` goes from the last one's to the sampled tokens (Lamin
 the step's packed inputs itself. In halves, each program is run for one half of the rows while the other part's devices
 have the other half.
 
-Legend: B replicas (1), T rows of the flat batch, H rows of a half, R slots, D embed, N query heads, V head dim of values.
+Legend: B replicas (1), T rows of the flat batch, H rows of a half, R slots, D embed, N query heads, V head dim of
+values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pool devices: the devices of one part of an engine, and arrays of heads that go from one part's to the other's.
 
-A program of the sending part cuts an array into what each receiving device needs (``cut_heads``), and ``carried`` copies
-each piece to its device, directly and asynchronously, so that nothing waits on the host. With equally many shards of
-heads on both sides a piece is a shard, and devices send in pairs; otherwise each sender has all pieces, and receivers
-take them from all senders in turn.
+A program of the sending part cuts an array into what each receiving device needs (``cut_heads``), and ``carried``
+copies each piece to its device, directly and asynchronously, so that nothing waits on the host. With equally many
+shards of heads on both sides a piece is a shard, and devices send in pairs; otherwise each sender has all pieces, and
+receivers take them from all senders in turn.
 """
 
 from __future__ import annotations

@@ -332,18 +332,28 @@ class ServingStepModel:
         prefill = any((one.counts > 1).any() for one in batches)
         split = self.context if prefill else 1
         own = rows / split
-        total = self._products(own) + self._head(samples)
         slowest, seconds = StepCost(), -1.0
         for one in batches:
             cost = self._attention(one, split)
             if cost.seconds > seconds:
                 slowest, seconds = cost, cost.seconds
+        return self.beside_attention(own, rows, samples, prefill=prefill) + slowest
+
+    def beside_attention(self, own: float, rows: int, samples: int, *, prefill: bool) -> StepCost:
+        """Cost of a pass beside the work of attention, whose launches are in it.
+
+        Args:
+            own: rows of a device.
+            rows, samples: see ``step``.
+            prefill: some request has more than one row.
+        """
+        total = self._products(own) + self._head(samples)
         stream = sum(
             one.layers * own * (STREAM_PASSES * self.config.embed_dim + INNER_PASSES * one.inner)
             for one in self._blocks
         )
         stream = (stream + 2 * own * self.config.embed_dim) * self.width
-        total += slowest + StepCost(memory=self._seconds_of(stream), bytes=stream)
+        total += StepCost(memory=self._seconds_of(stream), bytes=stream)
         total += StepCost(network=self._exchanged(own, rows, samples, prefill), launch=self._operations * self._launch)
         return total
 
