@@ -63,7 +63,7 @@ class OffloadedStepModel(ServingStepModel):
     ):
         super().__init__(config, cluster, mesh, **options)
         self.attention, self.pool_sizes, self.bandwidth, self.halves = attention, sizes, bandwidth, halves
-        self._parts, self._spread = (sizes.attention, 1) if sizes.axis == "tensor" else (1, sizes.attention)
+        self._parts, self.span = (sizes.attention, 1) if sizes.axis == "tensor" else (1, sizes.attention)
         for block in config.blocks:
             heads, kv = block.attention.heads, block.attention.kv_spec.kv_heads
             if heads % self._parts or (kv % self._parts and self._parts % kv):
@@ -71,7 +71,7 @@ class OffloadedStepModel(ServingStepModel):
                     f"{heads} heads and {kv} of keys and values do not divide over {self._parts} attention devices: "
                     "give another number of them."
                 )
-            if self._spread > 1 and block.attention.kv_spec.latent:
+            if self.span > 1 and block.attention.kv_spec.latent:
                 raise DeploymentError(
                     "multi-head latent attention is not spread over context: split attention over tensor."
                 )
@@ -84,7 +84,7 @@ class OffloadedStepModel(ServingStepModel):
     def group_token_bytes(self, group: int) -> float:
         """Bytes of KV cache per token on one attention device, in all layers of a layer group."""
         one, platform = self.groups[group], self.attention.topology.platform
-        return len(one.layers) * slot_bytes(one.kv_spec, one.dtype, self._parts, platform) / self._spread
+        return len(one.layers) * slot_bytes(one.kv_spec, one.dtype, self._parts, platform) / self.span
 
     def step(self, batches: Sequence[BatchWork], rows: int, samples: int) -> StepCost:
         """Cost of one pass, see ``ServingStepModel``; what the slower part hides of the other is not in it."""
@@ -111,7 +111,7 @@ class OffloadedStepModel(ServingStepModel):
             one = self.groups[group]
             heads = sum(self.config.blocks[layer].attention.heads for layer in one.layers) // self._parts
             macs = heads * (one.kv_spec.key_dim + one.kv_spec.value_dim)
-            flops = 2.0 * macs * float(batch.pairs(one.window).sum()) / self._spread
+            flops = 2.0 * macs * float(batch.pairs(one.window).sum()) / self.span
             moved = self.group_token_bytes(group) * batch.read(one.window)
             work = flops / rate
             wait = max(0.0, moved / (hardware.bandwidth * self.calibration.memory) - work)
@@ -238,18 +238,17 @@ def split_of(
 
 
 def attention_splits(base: Deployment) -> Iterator[OffloadedDeployment]:
-    """Engines with an attention pool on all devices of a deployment: all tensor degrees of the weights, all numbers of
-    attention devices, and so many engines as there is room for. Both parts are near each other: the devices' links.
+    """Engines with an attention pool on the devices of a deployment: all numbers of devices of both parts that divide
+    it, and as many engines as there is room for. Both parts are near each other: the devices' links.
 
     Args:
         base: its devices, model, formats and sizes are taken; its mesh is not.
     """
     hardware = base.cluster.hardware
-    for each in divisors(base.devices):
-        for tensor in range(1, each):
-            near = min(tensor, each - tensor) * hardware.link
-            found = split_of(base, hardware, tensor, hardware, each - tensor, base.devices // each, link=near)
-            if found is not None:
+    for tensor, devices in itertools.product(divisors(base.devices), repeat=2):
+        if copies := base.devices // (tensor + devices):
+            near = min(tensor, devices) * hardware.link
+            if (found := split_of(base, hardware, tensor, hardware, devices, copies, link=near)) is not None:
                 yield found
 
 

@@ -103,11 +103,11 @@ def test_the_engine_decodes_one_token_a_step():
     assert figures["kilowatt_hours"] is None
 
 
-def test_splits_use_all_devices():
+def test_splits_use_the_devices():
     found = [
         (one.cluster.devices, one.attention.devices, one.copies) for one in attention_splits(deployment("h100:1x4"))
     ]
-    assert found == [(1, 1, 2), (2, 2, 1)]
+    assert found == [(1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 1)]
     mixed = list(mixed_attention_splits(deployment(), [H100, A100], 4))
     assert len({one.name + str(one.kinds) for one in mixed}) == len(mixed) == 4 * (2 + 1 + 1 + 1)
     assert max(one.devices for one in mixed) == 4

@@ -202,11 +202,14 @@ class ServingStepModel:
     Attributes:
         replicas: data-parallel replicas, each with a batch of its own.
         device_weight_bytes: bytes of weights on a device.
+        span: devices that the pages of a replica are spread over; 1: each has all of its heads' pages.
 
     Raises:
         ShardingError: the mesh cannot serve the model, or has another number of devices.
         ValueError: there is no such format.
     """
+
+    span = 1
 
     def __init__(
         self,
@@ -387,10 +390,10 @@ class ServingStepModel:
         work = flops / (self._rate(False) * self.calibration.matmul) * float(_up(samples, 8)) / max(samples, 1)
         return StepCost(work, max(0.0, self._seconds_of(moved) - work), flops=flops, bytes=moved)
 
-    def _attention(self, batch: BatchWork, split: int) -> StepCost:
+    def _attention(self, batch: BatchWork, split: int, blocks: Sequence[_Attention] | None = None) -> StepCost:
         total = StepCost()
         whole = (batch.starts == 0) & (batch.counts > 1)
-        for one in self._blocks:
+        for one in self._blocks if blocks is None else blocks:
             pairs = batch.pairs(one.window)
             macs = one.expanded * pairs[whole].sum() + one.absorbed * pairs[~whole].sum()
             flops = 2.0 * one.layers * float(macs) / split

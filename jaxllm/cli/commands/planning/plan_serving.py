@@ -34,6 +34,8 @@ def plan_serving(argv: list[str]) -> int:
         kv_dtype: tuple[Literal["auto", "bfloat16", "int8", "fp8"], ...] = ("auto",),
         budgets: tuple[int, ...] = (512, 2048, 8192),
         max_sequences: int = 256,
+        mla: Literal["exact", "tpla"] = "exact",
+        kv_span: bool = False,
         top: int = 5,
         most: int | None = 12,
         users_at: int | None = None,
@@ -64,6 +66,8 @@ def plan_serving(argv: list[str]) -> int:
             kv_dtype: formats of the KV cache to choose from.
             budgets: token budgets of a step to choose from.
             max_sequences: sequences in a batch at a time.
+            mla: tpla: latents of multi-head latent attention in slices over tensor, as for `jaxllm serve`.
+            kv_span: pages of a request are spread over context, as for `jaxllm serve`.
             top: number of deployments to show.
             most: deployments to simulate on a platform at most, by their lower bounds; None for all that those leave.
             users_at: context length to say for how many users fit, and what prefill, decode and switching cost.
@@ -83,6 +87,8 @@ def plan_serving(argv: list[str]) -> int:
         from jaxllm.simulate import ServiceObjective, make_trace
         from jaxllm.simulate.deployment_search import candidates, search, smallest
 
+        if pools and (mla != "exact" or kv_span):
+            raise UsageError("--pools does not go with --mla tpla or --kv-span, as when serving: leave one out.")
         config, _ = served_model(model)
         clusters = platforms_of(on, hardware_table(hardware, price))
         objective = ServiceObjective.parse(slo)
@@ -101,7 +107,7 @@ def plan_serving(argv: list[str]) -> int:
             return list(
                 candidates(
                     config, cluster, asked, weights=weights, kv_dtypes=kv_dtype, budgets=budgets,
-                    max_sequences=max_sequences, max_len=longest,
+                    max_sequences=max_sequences, max_len=longest, mla=mla, kv_span=kv_span,
                 )
             )  # fmt: skip
 
