@@ -105,7 +105,8 @@ def test_the_engine_decodes_one_token_a_step():
 
 def test_splits_use_the_devices():
     found = [
-        (one.cluster.devices, one.attention.devices, one.copies) for one in attention_splits(deployment("h100:1x4"))
+        (*(count // one.copies for _, count in one.kinds), one.copies)
+        for one in attention_splits(deployment("h100:1x4"))
     ]
     assert found == [(1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 1)]
     mixed = list(mixed_attention_splits(deployment(), [H100, A100], 4))

@@ -37,6 +37,11 @@ class AttentionCall(NamedTuple):
     params: AttentionParams
 
     @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Arrays that travel: all but the static parameters."""
+        return self.q, self.k, self.v, self.sinks
+
+    @property
     def value_dim(self) -> int:
         """Head dim of the result."""
         width = self.params.latent if self.v is None else self.v.shape[3]

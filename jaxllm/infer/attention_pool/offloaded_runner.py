@@ -197,7 +197,11 @@ class OffloadedRunner(ModelRunner):
                 for block in range(len(group)):
                     call, number = calls[segment, block], len(found)
                     own = next(i for i, one in enumerate(self.spec.groups) if number in one.layers)
-                    like = [own, call.params, *(None if x is None else (x.shape[2:], str(x.dtype)) for x in call[:4])]
+                    like = [
+                        own,
+                        call.params,
+                        *(None if x is None else (x.shape[2:], str(x.dtype)) for x in call.arrays),
+                    ]
                     program = programs.setdefault(str(like), f"attend-{len(programs)}")
                     found.append(LayerCut((segment, block), repeat, own, call.params, program))
         return found
@@ -220,11 +224,12 @@ class OffloadedRunner(ModelRunner):
         def arrays(weights: Any, rows: Any) -> tuple[Any, ...]:
             call = step.call(kind, weights, rows)
             params.append(call.params)
-            return tuple(call[:4])
+            return call.arrays
 
         with self.weight_devices.on():
             found = jax.eval_shape(arrays, self._abstract_layer(kind), tuple(self._abstract_rows(rows)))
-        return AttentionCall(*found, params[0])
+        q, k, v, sinks = found
+        return AttentionCall(q, k, v, sinks, params[0])
 
     def _abstract_layer(self, kind: Kind) -> Any:
         return self._abstract["segments"][str(kind[0])][0][str(kind[1])]
@@ -317,7 +322,7 @@ class OffloadedRunner(ModelRunner):
     def _abstract_sent(self, cut: LayerCut, rows: int) -> tuple[Any, ...]:
         """Shapes of the arrays of an attention call on the devices of attention."""
         found: list[Any] = []
-        for x, axes in zip(self._calls[cut.kind][:4], CALL_AXES, strict=True):
+        for x, axes in zip(self._calls[cut.kind].arrays, CALL_AXES, strict=True):
             if x is None:
                 found.append(None)
                 continue

@@ -49,12 +49,12 @@ class RowSet(NamedTuple):
     """Rows of a step that go through the layers together: all of them, or a half.
 
     Attributes:
-        stream: residual stream.
-        positions: positions of the tokens.
+        stream: residual stream, a ``LayerStream``.
+        positions: positions of the tokens, Int[Array, "B H"].
     """
 
-    stream: LayerStream
-    positions: Int[Array, "B H"]
+    stream: Any
+    positions: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ class WeightStep:
     def _sent(self, call: AttentionCall) -> Pieces:
         return tuple(
             None if x is None else cut_heads(x, self.sender, self.receiver, *axes)
-            for x, axes in zip(call[: len(CALL_AXES)], CALL_AXES, strict=True)
+            for x, axes in zip(call.arrays, CALL_AXES, strict=True)
         )
 
 
@@ -226,8 +226,8 @@ class AttentionStep:
         with sharding.use_rules(self.step.model.rules):
             ctx = PagedCache(pools, tables, starts, kv_lens, self.step.groups, decode_only)
             q, k, v, sinks = call
-            q = sharding.constrain(q, *HEADS)
-            k, v = (None if x is None else sharding.constrain(x, *KV_HEADS) for x in (k, v))
+            q, k = sharding.constrain(q, *HEADS), sharding.constrain(k, *KV_HEADS)
+            v = None if v is None else sharding.constrain(v, *KV_HEADS)
             out, ctx = ctx.attend_in(group, number, q, k, v, params, sinks)
             return ctx.pools, cut_heads(out, self.sender, self.receiver, *Q_SENT)
 

@@ -9,7 +9,8 @@ import numpy as np
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import ServiceObjective, make_trace
 from jaxllm.simulate.attention_split import OffloadedDeployment, attention_splits, mixed_attention_splits
-from jaxllm.simulate.pool_search import colocated, mixed_splits, place, provision, share_met, spent
+from jaxllm.simulate.deployment_search import fit
+from jaxllm.simulate.pool_search import colocated, mixed_splits, parts_of, place, provision, share_met, spent
 from recipes.llama3 import llama3_8b
 from tests.proofs.harness import proof
 from tests.simulate.served import deployment
@@ -28,11 +29,11 @@ def attention_provisions_are_brute_forces(seed: int) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     fast, roomy = (Cluster.parse(f"{name}:1x1").hardware for name in ("h100", "a100"))
     fast = dataclasses.replace(
-        fast, dollars_per_hour=float(rng.uniform(1, 4)), hbm_bytes=int(rng.integers(18, 24)) << 30
+        fast, dollars_per_hour=float(rng.uniform(1, 4)), hbm_bytes=int(rng.integers(17, 20)) << 30
     )
-    slow = roomy.flops * float(rng.uniform(0.05, 0.5))
+    slow = roomy.flops * float(rng.uniform(0.03, 0.2))
     kinds = [fast, dataclasses.replace(roomy, dollars_per_hour=float(rng.uniform(0.2, 1)), flops=slow)]
-    trace = make_trace(f"bursty:{rng.uniform(5, 20)}", lengths="1000/40", count=12, seed=seed)
+    trace = make_trace(f"bursty:{rng.uniform(10, 30)}", lengths="1000/60", count=14, seed=seed)
     slo = ServiceObjective(float(rng.uniform(0.1, 0.5)), float(rng.uniform(0.01, 0.03)), 0.8)
     base = deployment(
         model=llama3_8b().model, max_sequences=64, max_batched_tokens=2048, max_len=1088, pages=None, page_size=64,
@@ -40,7 +41,7 @@ def attention_provisions_are_brute_forces(seed: int) -> dict[str, float]:
     overlap = str(rng.choice(["none", "nano"]))
     splits = [one.sized(overlap=overlap) for one in mixed_attention_splits(base, kinds, 3)]
     ways, counts = [*splits, *mixed_splits(base, kinds, 2)], {"splits": 0.0, "none": 0.0}
-    met = {id(one): share_met(one, trace, slo) for one in ways}
+    met = {id(one): 0.0 if any(map(fit, parts_of(one))) else share_met(one, trace, slo) for one in ways}
     for some in (ways, splits):
         found = provision(some, trace, slo, "cost")
         enough = [spent(one, "cost") for one in some if met[id(one)] >= slo.share]
