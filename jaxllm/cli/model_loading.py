@@ -115,7 +115,7 @@ def check_pools(pools: str | None, mesh: str | None, offload: str | None) -> Non
         return
     for option, given in (("--mesh", mesh), ("--offload", offload)):
         if given is not None:
-            raise UsageError(f"--pools has engines with meshes and weights of their own; leave {option} out.")
+            raise UsageError(f"--pools says which devices have weights and pages; leave {option} out.")
     from jaxllm.infer import EngineConfig
     from jaxllm.infer.pools.pooled_runner import check_pools as check
 
@@ -125,15 +125,18 @@ def check_pools(pools: str | None, mesh: str | None, offload: str | None) -> Non
         raise UsageError(f"--pools: {error}") from None
 
 
-def check_overlap(overlap: str, mesh: str | None) -> None:
+def check_overlap(overlap: str, mesh: str | None, pools: str | None = None) -> None:
     """Checks ``--overlap`` before a model is loaded.
 
     Raises:
-        ValueError: the mesh has no all-reduces of tensor shards, or splits rows.
+        ValueError: the mesh has no all-reduces of tensor shards, or splits rows; or it does not go with ``--pools``.
     """
+    from jaxllm.infer import EngineConfig
     from jaxllm.infer.runner import serving_mesh
 
-    if overlap != "none":
+    if overlap != "none" and pools is not None:
+        EngineConfig(overlap=overlap, pools=pools)  # type: ignore[arg-type]
+    elif overlap != "none":
         serving_mesh.check_overlap(None if mesh is None else serving_mesh.mesh_of(mesh), "plain")
 
 

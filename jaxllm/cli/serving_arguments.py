@@ -12,6 +12,7 @@ from jaxllm.cli.recipe_arguments import find_recipe, recipes
 if TYPE_CHECKING:
     from jaxllm.models import DecoderConfig
     from jaxllm.plan.hardware import Cluster, Hardware
+    from jaxllm.simulate import Deployment
 
 
 def served_model(name: str) -> tuple[DecoderConfig, int | None]:
@@ -98,3 +99,40 @@ def platforms_of(text: str, table: dict[str, Hardware]) -> list[Cluster]:
         kind = name.strip().lower()
         out += platforms(table[kind]) if kind in table else [cluster_of(name, table)]
     return out
+
+
+def with_attention_pool(base: Deployment, pools: str, overlap: str, mesh: str | None) -> Deployment:
+    """Deployment of engines with an attention pool on all devices of a deployment, near each other.
+
+    Args:
+        base: its devices, model, formats and sizes are taken.
+        pools: such as ``model=tensor:2, attention=tensor:4``.
+        overlap: see ``EngineConfig``.
+        mesh: of the command line.
+
+    Raises:
+        UsageError: the pools are of another kind, there is a mesh too, or the devices do not divide.
+        ConfigError: the text is not legal, or other settings do not go with it.
+    """
+    from jaxllm.infer.pools.pool_argument import AttentionPoolSizes, parse_pools
+    from jaxllm.simulate.attention_split import split_of
+
+    sizes = parse_pools(pools)
+    if not isinstance(sizes, AttentionPoolSizes):
+        raise UsageError(
+            f"--pools {pools}: prefill and decode pools are compared by `jaxllm plan --serve --pools`; here give "
+            "model=tensor:N, attention=tensor:N."
+        )
+    if mesh is not None:
+        raise UsageError("--pools says which devices have weights and pages; leave --mesh out.")
+    hardware, copies = base.cluster.hardware, base.devices // sizes.devices
+    found = None
+    if base.devices == copies * sizes.devices:
+        base, near = base.sized(overlap=overlap), min(sizes.model, sizes.attention) * hardware.link
+        found = split_of(base, hardware, sizes.model, hardware, sizes.attention, copies, axis=sizes.axis, link=near)
+    if found is None:
+        raise UsageError(
+            f"--pools {pools}: {base.devices} devices of {hardware.name} are not made of parts of {sizes.model} and "
+            f"{sizes.attention}: give --on another number, or other parts."
+        )
+    return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxllm.config import ConfigError, renamed_fields
-from jaxllm.infer.pools.pool_argument import PoolSizes
+from jaxllm.infer.pools.pool_argument import are_attention_pools, parse_pools
 from jaxllm.infer.scheduling.phase_split import phase_split
 
 SamplerKind = Literal["plain", "full"]
@@ -59,7 +59,8 @@ class EngineConfig:
             ``pallas_kernels.paged_attention.shared_pages``.
         overlap: on a mesh with ``tensor``, the rows of a step go through each layer in two halves, so that the matmuls
             of one half do not wait for the all-reduces of the other: "iso": of steps with prompts; "nano": of decode
-            steps of several sequences too (``jaxllm.infer.runner.step.step_halves``); "none".
+            steps of several sequences too (``jaxllm.infer.runner.step.step_halves``); "none". With an attention pool,
+            "nano": the attention devices have one half of a step while the weights' devices have the other.
         mla: on a mesh with ``tensor``: "exact": latents of multi-head latent attention are repeated on its devices;
             "tpla", "tpla:hadamard", "tpla:pca" or "tpla:none": each has a slice, and generated tokens attend to the
             slices one by one, which is an approximation; behind the colon the rotation that is folded into the weights,
@@ -93,7 +94,9 @@ class EngineConfig:
         draft_runs: with ``stages`` and ``speculate``: runs of a sequence that may be in flight, each of up to
             ``verify_tokens`` draft tokens (PipeInfer); 1: the next draft waits for the verification of the one before.
         pools: prefill and decode on engines of their own, such as "prefill=tensor:2 x1, decode=tensor:4 x1", see
-            ``PoolSizes``; the other sizes are those of each engine. None: every engine does both.
+            ``PoolSizes``; the other sizes are those of each engine. Or weights and attention on devices of their own,
+            such as "model=tensor:2, attention=tensor:4", see ``AttentionPoolSizes``; a step then decodes one token of a
+            sequence. None: every engine does all on the same devices.
     """
 
     max_sequences: int = 16
@@ -216,8 +219,9 @@ class EngineConfig:
             self._check_pools(self.pools)
 
     def _check_pools(self, pools: str) -> None:
-        """Checks what goes with disaggregated pools."""
-        PoolSizes.parse(pools)
+        """Checks what goes with pools."""
+        parse_pools(pools)
+        apart = not self.offloads_attention
         wrong = {
             f"speculate = {self.speculate!r}": self.speculate is not None,
             f"verify_tokens = {self.verify_tokens} (speculation)": self.verify_tokens > 0,
@@ -230,7 +234,8 @@ class EngineConfig:
             f"kv_host_gib = {self.kv_host_gib}": self.kv_host_gib > 0,
             f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
             "batch_invariant (one program for all steps)": self.batch_invariant,
-            f"phase_split = {self.phase_split!r} (no step has both phases)": self.phase_split != "whole",
+            f"phase_split = {self.phase_split!r} (no step has both phases)": apart and self.phase_split != "whole",
+            "overlap = 'iso' (give 'nano', which halves all steps)": self.overlap == "iso",
         }
         for name in (name for name, is_so in wrong.items() if is_so):
             raise ConfigError(f"engine: {name} does not go with pools = {pools!r}: leave one of them out.")
@@ -414,7 +419,7 @@ class EngineConfig:
             "two_phase, whose first phase is of all sequences": self.two_phase and self.overlap == "nano",
             f"layer_window = {self.layer_window} (streamed weights)": self.layer_window > 0,
             f"stages = {self.stages} (a mesh with stage)": self.stages > 1,
-            f"pools = {self.pools!r}": self.pools is not None,
+            f"pools = {self.pools!r}": self.pools is not None and not self.offloads_attention,
         }
         for name in (name for name, is_so in wrong.items() if is_so and self.overlap != "none"):
             raise ConfigError(f"engine: overlap = {self.overlap!r} does not go with {name}; leave one of them out.")
@@ -540,7 +545,7 @@ class EngineConfig:
         sizes = {self.max_batched_tokens}
         while min(sizes) > 64:
             sizes.add(max(16, -(-min(sizes) // 4)))
-        decode = self._sequence_counts if self.layer_window or self.stages > 1 else ()
+        decode = () if self._decodes_in_loops else self._sequence_counts
         return tuple(sorted({*sizes, *self.verify_buckets, *decode}))
 
     @property
@@ -554,9 +559,19 @@ class EngineConfig:
     @property
     def decode_buckets(self) -> tuple[int, ...]:
         """Sequence counts that decode-only steps are compiled for and padded to."""
-        if self.batch_invariant or self.layer_window or self.stages > 1:
+        if self.batch_invariant or not self._decodes_in_loops:
             return ()
         return self._sequence_counts
+
+    @property
+    def _decodes_in_loops(self) -> bool:
+        """Whether there are programs that decode several tokens, for which they need all layers."""
+        return not (self.layer_window or self.stages > 1 or self.offloads_attention)
+
+    @property
+    def offloads_attention(self) -> bool:
+        """Whether pages and attention have devices of their own, see ``jaxllm.infer.attention_pool``."""
+        return self.pools is not None and are_attention_pools(self.pools)
 
     @property
     def _sequence_counts(self) -> tuple[int, ...]:

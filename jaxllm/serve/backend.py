@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.infer.adapter_catalogue import AdapterRevision
 from jaxllm.infer.async_engine import AsyncEngine
+from jaxllm.infer.attention_pool.offloaded_runner import OffloadedRunner
 from jaxllm.infer.embedder import Embedder, Pooling
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine.stream_output import OutputDelta
@@ -186,6 +187,12 @@ class EngineBackend:
                 "kv_bytes_moved": metrics.moved_bytes,
                 "kv_pages_shared": self._engine.pools.shared_pages,
             }
+        if isinstance(self._engine.runner, OffloadedRunner):
+            found = self._engine.runner.transfers
+            counters |= {
+                "attention_bytes_sent": found.sent_bytes,
+                "attention_bytes_returned": found.returned_bytes,
+            }
         if (beside := self._engine.side_work) is not None:
             counters |= beside.counters()
         if speculates := self._engine.config.verify_tokens > 0:
@@ -259,7 +266,8 @@ def describe(engine: Engine) -> dict[str, Any]:
     if (store := engine.page_tiers.store) is not None:
         out.setdefault("cache", {})["tiers"] = store.report()
     if leaves:
-        found = runner.devices if isinstance(runner, PooledRunner) else leaves[0].sharding.device_set
+        has_pools = isinstance(runner, PooledRunner | OffloadedRunner)
+        found = runner.devices if has_pools else leaves[0].sharding.device_set
         devices = sorted(found, key=lambda d: d.id)
         out["devices"] = [{"id": d.id, "platform": d.platform, "kind": d.device_kind} for d in devices]
     if runner.program_cache is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
@@ -15,8 +17,10 @@ from jaxllm.infer.runner.paged_cache import pool_sizes, with_whole_tiles
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
-from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel, StepCost
+from jaxllm.plan.formulas.shared_cache_step import CacheSharing, SharedCacheStepModel
+from jaxllm.plan.hardware import Cluster, Hardware
+from jaxllm.simulate.power import PowerModel
 from sharding import MeshSpec
 
 LARGEST_TOKEN = 2**31 - 1
@@ -78,13 +82,20 @@ class Deployment:
     @property
     def devices(self) -> int:
         """Devices of all engines."""
-        return self.cluster.devices * self.copies
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def kinds(self) -> tuple[tuple[Hardware, int], ...]:
+        """Kinds of devices, and how many of each."""
+        return ((self.cluster.hardware, self.cluster.devices * self.copies),)
 
     @property
     def name(self) -> str:
         """Short description: engines, mesh and formats."""
         many = f"{self.engines} x " if self.engines > 1 else ""
         formats = [self.weights] if self.engine.kv_dtype == "auto" else [self.weights, f"kv {self.engine.kv_dtype}"]
+        formats += [] if self.engine.mla == "exact" else [self.engine.mla]
+        formats += ["kv span"] if self.engine.kv_span else []
         return f"{many}{_mesh_name(self.mesh)}, {', '.join(formats)}"
 
     @functools.cached_property
@@ -106,10 +117,14 @@ class Deployment:
     @functools.cached_property
     def step_model(self) -> ServingStepModel:
         """Step-time model of one engine."""
-        return ServingStepModel(
-            self.model, self.engine_cluster, self.mesh, weights=self.weights, kv_dtype=self.engine.kv_dtype,
-            calibration=self.calibration, launch=self.launch,
-        )  # fmt: skip
+        config = self.engine
+        options: dict[str, Any] = {"weights": self.weights, "kv_dtype": config.kv_dtype}
+        options |= {"calibration": self.calibration, "launch": self.launch}
+        if config.mla == "exact" and not config.kv_span:
+            return ServingStepModel(self.model, self.engine_cluster, self.mesh, **options)
+        longest = choose_max_len(self.model, config.max_len, self.longest)
+        sharing = CacheSharing(config.mla, config.kv_span, config.max_sequences, longest)
+        return SharedCacheStepModel(self.model, self.engine_cluster, self.mesh, sharing, **options)
 
     @functools.cached_property
     def cache_bytes(self) -> float:
@@ -134,7 +149,8 @@ class Deployment:
         page_bytes = [model.group_token_bytes(group) * page_size for group in range(len(groups))]
 
         def sizes(pages: int) -> tuple[int, ...]:
-            return pool_sizes(config, groups, page_size, columns, pages)
+            counts = pool_sizes(config, groups, page_size, columns, pages)
+            return tuple(-(-count // model.span) * model.span for count in counts)
 
         def taken(pages: int) -> float:
             return sum(n * one for n, one in zip(sizes(pages), page_bytes, strict=True))
@@ -149,7 +165,7 @@ class Deployment:
                 f"{model.hardware.hbm_bytes / 2**30:.1f} GiB are there. Give more devices, a smaller format of "
                 "weights or KV cache, or a smaller max_len."
             )
-        pages = config.pages
+        pages = None if config.pages is None else config.pages * model.span
         if pages is None:
             most = int(room // min(page_bytes))
             pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
@@ -160,8 +176,22 @@ class Deployment:
     @property
     def dollars_per_hour(self) -> float | None:
         """Price of all devices; None where the hardware table has none."""
-        each = self.cluster.hardware.dollars_per_hour
-        return None if each is None else each * self.devices
+        total = 0.0
+        for hardware, count in self.kinds:
+            if hardware.dollars_per_hour is None:
+                return None
+            total += hardware.dollars_per_hour * count
+        return total
+
+    def joules(self, steps: Sequence[StepCost], seconds: float, power: PowerModel) -> float | None:
+        """Energy of all engines' steps, and of idling; None where the hardware table has no watts.
+
+        Args:
+            steps: costs of the steps of all engines.
+            seconds: of all engines, added up.
+        """
+        watts = self.cluster.hardware.watts
+        return None if watts is None else power.energy(steps, seconds, watts) * self.engine_devices
 
     def sized(self, **changes: object) -> Deployment:
         """Deployment with other sizes of the engine."""

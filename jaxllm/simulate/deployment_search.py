@@ -130,7 +130,7 @@ def candidates(
         budgets: token budgets to choose from.
         sizes: further fields of ``EngineConfig``.
     """
-    long = float(np.mean([one.prompt for one in trace.requests])) >= LONG_PROMPT
+    long = float(np.mean([one.prompt for one in trace.requests])) >= LONG_PROMPT or bool(sizes.get("kv_span"))
     for mesh, weight, kv_dtype, budget in itertools.product(
         meshes(model, cluster.devices, long=long), weights, kv_dtypes, budgets
     ):

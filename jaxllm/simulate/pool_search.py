@@ -204,12 +204,12 @@ def spent(one: Placement, spending: Spending) -> float:
     """
     total = 0.0
     for part in parts_of(one):
-        hardware = part.cluster.hardware
-        each = hardware.dollars_per_hour if spending == "cost" else hardware.watts
-        if each is None:
-            wanted = "price: give --price" if spending == "cost" else "watts: give them in --hardware"
-            raise DeploymentError(f"{hardware.name} has no {wanted}.")
-        total += each * part.devices
+        for hardware, count in part.kinds:
+            each = hardware.dollars_per_hour if spending == "cost" else hardware.watts
+            if each is None:
+                wanted = "price: give --price" if spending == "cost" else "watts: give them in --hardware"
+                raise DeploymentError(f"{hardware.name} has no {wanted}.")
+            total += each * count
     return total
 
 

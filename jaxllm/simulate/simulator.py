@@ -221,11 +221,8 @@ class Simulation:
         prompts = sum(one.request.prompt for one in self.requests)
         busy = sum(step.cost.seconds for step in steps)
         per_hour = self.deployment.dollars_per_hour
-        joules = None
-        if (watts := self.deployment.cluster.hardware.watts) is not None:
-            power = power or PowerModel()
-            joules = power.energy([step.cost for step in steps], len(self.engines) * seconds, watts)
-            joules *= self.deployment.engine_devices
+        costs = [step.cost for step in steps]
+        joules = self.deployment.joules(costs, len(self.engines) * seconds, power or PowerModel())
         found |= {
             "slo": {"ttft": slo.ttft, "tpot": slo.tpot, "share": slo.share},
             "devices": devices,

@@ -71,7 +71,7 @@ def test_the_argument_says_engines_and_devices():
         ("prefill=tensor:2 y3, decode=tensor:1", "cannot read 'prefill=tensor:2 y3'"),
         ("prefill=tensor:2", "both pools are needed"),
         ("prefill=tensor:2, prefill=tensor:2", "'prefill' is given twice"),
-        ("prefill=tensor:2, attention=tensor:2", "'attention' is no pool; give prefill and decode"),
+        ("prefill=tensor:2, attention=tensor:2", "'attention' is no pool beside prefill and decode; give prefill"),
         ("prefill=data:2, decode=tensor:2", r"split over tensor, not over data; several engines \(xN\)"),
         ("prefill=tensor:2 x0, decode=tensor:2", "give prefill 1 or more engines and devices"),
     ],

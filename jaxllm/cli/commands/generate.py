@@ -121,7 +121,7 @@ def generate(argv: list[str]) -> int:
             mesh: device mesh, such as tensor=4; one device by default.
             overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
                 wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences
-                too (docs/serve/serving.md).
+                too (docs/serve/serving.md). With an attention pool in --pools: nano.
             mla: with --mesh tensor=N and a model with multi-head latent attention: tpla: each device has a slice of the
                 latents, and generated tokens attend to the slices one by one, which is an approximation (tpla:pca,
                 tpla:hadamard, tpla:none: the rotation before slicing); exact: latents are repeated on the devices
@@ -129,8 +129,9 @@ def generate(argv: list[str]) -> int:
             kv_span: with --mesh context=N: the KV cache pages of a request are spread over the N devices, so that a
                 context may be longer than one device has memory for (docs/serve/serving.md).
             pools: prefill and decode on engines of their own, each with a copy of the weights, such as
-                "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool
-                (docs/serve/pools.md); instead of --mesh.
+                "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool; or weights on
+                some devices, and the KV cache with the attention over it on others, such as
+                "model=tensor:2, attention=tensor:4" (docs/serve/pools.md); instead of --mesh.
             speculate: speculative decoding: ngram[:N] proposes what followed the last N tokens before, draft:MODEL what
                 a smaller model samples, tree:MODEL,BUDGET a tree of its likeliest continuations, head:DIR what a
                 trained layer over the model's features drafts, mtp what the model's own module for multi-token
@@ -166,7 +167,7 @@ def generate(argv: list[str]) -> int:
         check_kv_cache(kv_format, kv_keep)
         check_offload(offload, mesh)
         check_pools(pools, mesh, offload)
-        check_overlap(overlap, mesh)
+        check_overlap(overlap, mesh, pools)
         check_mla(mla, mesh)
         check_span(kv_span, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):

@@ -33,6 +33,7 @@ import numpy as np
 
 from jaxllm.config import ConfigError
 from jaxllm.infer.adapter_catalogue import AdapterCatalogue, AdapterRevision, Source
+from jaxllm.infer.attention_pool.offloaded_runner import OffloadedRunner
 from jaxllm.infer.chunks.chunk_moves import ChunkMover, check_chunk_cache
 from jaxllm.infer.chunks.chunk_requests import await_chunks
 from jaxllm.infer.engine import step_inputs, step_outputs
@@ -255,7 +256,9 @@ class Engine:
             )
         reserved = reserved_bytes + getattr(proposer, "device_bytes", 0)
         may_choose = all(x is None for x in (config.speculate, proposer, folding, streamed, config.pools))
-        make = PooledRunner if config.pools is not None else ModelRunner if staged is None else StagedRunner
+        make = ModelRunner if staged is None else StagedRunner
+        if config.pools is not None:
+            make = OffloadedRunner if config.offloads_attention else PooledRunner
         if streamed is not None:
             make = functools.partial(StreamedRunner, weights=streamed)
         runner = make(

@@ -106,7 +106,7 @@ def _check_subtasks(config: EngineConfig) -> None:
     """Checks that an engine can take finished subtasks out of sequences."""
     refused = {
         "speculation, whose drafts are made for the whole text (speculate, verify_tokens)": config.verify_tokens > 0,
-        "pools, whose decode engines compute no prompts": config.pools is not None,
+        "pools, whose decode engines compute no prompts": config.pools is not None and not config.offloads_attention,
     }
     for what in (what for what, is_so in refused.items() if is_so):
         raise ValueError(f"subtasks do not go with {what}: leave one of them out.")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.pools.phase_runner import Phase, PhaseRunner
-from jaxllm.infer.pools.pool_argument import PoolSize, PoolSizes
+from jaxllm.infer.pools.pool_argument import AttentionPoolSizes, PoolSize, PoolSizes, parse_pools
 from jaxllm.infer.runner.adapter_pool import Page
 from jaxllm.infer.runner.program_cache import ProgramCache
 from jaxllm.infer.runner.runner_protocol import RunnerSpec
@@ -57,6 +57,7 @@ class PooledRunner:
         **options: Any,
     ):
         sizes = check_pools(config, mesh)
+        assert isinstance(sizes, PoolSizes)
         devices, own = iter(jax.devices()), dataclasses.replace(config, pools=None)
         told = [(0, 1)] * (sizes.prefill.engines + sizes.decode.engines)
 
@@ -181,14 +182,14 @@ class PooledRunner:
         """Does nothing: no other process follows."""
 
 
-def check_pools(config: EngineConfig, mesh: Mesh | None = None) -> PoolSizes:
+def check_pools(config: EngineConfig, mesh: Mesh | None = None) -> PoolSizes | AttentionPoolSizes:
     """Sizes of the pools of a configuration.
 
     Raises:
         ValueError: there is a mesh, there are fewer devices than the pools have, or several processes.
     """
     assert config.pools is not None
-    sizes = PoolSizes.parse(config.pools)
+    sizes = parse_pools(config.pools)
     if mesh is not None and mesh.size > 1:
         raise ConfigError(
             f"engine: pools = {config.pools!r} have meshes of their own, and mesh = {dict(mesh.shape)} is one more: "
@@ -196,12 +197,12 @@ def check_pools(config: EngineConfig, mesh: Mesh | None = None) -> PoolSizes:
         )
     if jax.process_count() > 1:
         raise ConfigError(
-            f"engine: pools = {config.pools!r} are of one process, which moves pages between its devices; there are "
+            f"engine: pools = {config.pools!r} are of one process, which moves data between its devices; there are "
             f"{jax.process_count()}. Serve from one (JAXLLM_PROCESSES=1), or split heads over a mesh."
         )
     if (there := len(jax.devices())) < sizes.devices:
         raise ConfigError(
             f"engine: pools = {config.pools!r} need {sizes.devices} devices, and there are {there}: give fewer "
-            "engines, or fewer devices to each."
+            "engines, or fewer devices to each pool."
         )
     return sizes

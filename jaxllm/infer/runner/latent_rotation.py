@@ -32,6 +32,7 @@ from jaxllm.config import ConfigError
 from jaxllm.infer.runner.serving_mesh import placements, put, serving_model, spans_processes
 from jaxllm.models.attention_context import AttentionParams, LayerIndex, Segments
 from jaxllm.models.channel_order import block_places, weighted_blocks
+from jaxllm.models.decoder import DecoderConfig
 from jaxllm.models.functional import Functional, Params, functional
 from jaxllm.models.params import at_least_f32
 
@@ -185,9 +186,7 @@ class LatentRotation:
         return found
 
     def _check(self, model: Functional, params: Params, slices: int) -> None:
-        latent = {b.attention.kv_spec.value_dim for b in model.config.blocks if b.attention.kv_spec.latent}
-        if not latent:
-            raise ConfigError("engine: mla = 'tpla' slices MLA latents, and the model has none; leave it out.")
+        check_sliceable(model.config, slices)
         apart = any(isinstance(segment, tuple) for segment in params["segments"].values())
         blocks = [] if apart else weighted_blocks(model.config, params)
         arrays = [
@@ -197,19 +196,35 @@ class LatentRotation:
             for name in ("kv_down", "kv_up")
         ]
         wrong = {
-            f"latents of {sorted(latent)}, which tensor={slices} does not divide": any(c % slices for c in latent),
-            "latents of different sizes": len(latent) > 1,
-            "LayerNorms, which a rotation does not go through": model.config.norm == "layer",
-            "latents in slices already": any(b.attention.kv_spec.slices > 1 for b in model.config.blocks),
             "layers apart": apart,
             "adapted or packed weights (packed ones are unpacked with --weights plain)": model.adapt is not None
             or not all(hasattr(x, "at") for x in arrays),
             "devices of several processes": spans_processes(self._mesh),
         }
-        for what in (what for what, is_so in wrong.items() if is_so):
-            raise ConfigError(
-                f"engine: mla = 'tpla' folds a rotation into weights, and there are {what}; leave it out."
-            )
+        _refuse(wrong)
+
+
+def check_sliceable(config: DecoderConfig, slices: int) -> None:
+    """Checks that a model's MLA latents can be rotated and cut into slices.
+
+    Raises:
+        ConfigError: names what is in the way.
+    """
+    latent = {b.attention.kv_spec.value_dim for b in config.blocks if b.attention.kv_spec.latent}
+    if not latent:
+        raise ConfigError("engine: mla = 'tpla' slices MLA latents, and the model has none; leave it out.")
+    wrong = {
+        f"latents of {sorted(latent)}, which tensor={slices} does not divide": any(c % slices for c in latent),
+        "latents of different sizes": len(latent) > 1,
+        "LayerNorms, which a rotation does not go through": config.norm == "layer",
+        "latents in slices already": any(b.attention.kv_spec.slices > 1 for b in config.blocks),
+    }
+    _refuse(wrong)
+
+
+def _refuse(wrong: dict[str, bool]) -> None:
+    for what in (what for what, is_so in wrong.items() if is_so):
+        raise ConfigError(f"engine: mla = 'tpla' folds a rotation into weights, and there are {what}; leave it out.")
 
 
 @jax.tree_util.register_dataclass
@@ -259,16 +274,21 @@ class LatentStatistics:
         return out.astype(q.dtype), found
 
 
-def _of_layers(model: Functional, slices: int) -> Functional:
-    """The model with MLA latents in slices."""
+def with_slices(config: DecoderConfig, slices: int) -> DecoderConfig:
+    """Configuration of a model whose MLA latents are in slices."""
 
     def of_block(block: Any) -> Any:
         if not block.attention.kv_spec.latent:
             return block
         return dataclasses.replace(block, attention=dataclasses.replace(block.attention, slices=slices))
 
-    pattern, prefix = (tuple(map(of_block, blocks)) for blocks in (model.config.pattern, model.config.prefix))
-    found = functional(dataclasses.replace(model.config, pattern=pattern, prefix=prefix), model.rules)
+    pattern, prefix = (tuple(map(of_block, blocks)) for blocks in (config.pattern, config.prefix))
+    return dataclasses.replace(config, pattern=pattern, prefix=prefix)
+
+
+def _of_layers(model: Functional, slices: int) -> Functional:
+    """The model with MLA latents in slices."""
+    found = functional(with_slices(model.config, slices), model.rules)
     return dataclasses.replace(found, training_context=model.training_context, text_context=model.text_context)
 
 

@@ -145,7 +145,7 @@ class ModelRunner:
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
                 "w8a8, or leave batch_invariant out."
             )
-        if config.overlap != "none":
+        if config.overlap != "none" and not config.offloads_attention:
             check_overlap(self.mesh, model.config.residual)
         if config.draft_features and self.mesh is not None:
             raise ConfigError(
@@ -231,7 +231,8 @@ class ModelRunner:
         with self._on_mesh():
             self._factors = tuple(put(np.zeros(x.shape, x.dtype), x.sharding) for x in self._factors)
             self._combine()
-            self._make_pools()
+            with self._on_page_mesh():
+                self._make_pools()
             if config.draft_features:
                 features = self._abstract_pools()[-1].data
                 self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)
@@ -353,7 +354,7 @@ class ModelRunner:
         parts = []
         for at in range(0, len(pages), PAGES_PER_TRANSFER):
             some = pages[at : at + PAGES_PER_TRANSFER]
-            with self._on_mesh():
+            with self._on_page_mesh():
                 found = self.programs[f"read-{group}"](self.pools[group], self._padded(replica, some, group))
             parts.append(jax.tree.map(lambda x, some=some: np.asarray(x)[:, : len(some)], found))
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts) if parts else Slots(np.empty(0))
@@ -364,8 +365,8 @@ class ModelRunner:
             some = pages[at : at + PAGES_PER_TRANSFER]
             rest = ((0, 0), (0, PAGES_PER_TRANSFER - len(some)), *((0, 0),) * 3)
             held = jax.tree.map(lambda x, at=at, rest=rest: np.pad(x[:, at : at + PAGES_PER_TRANSFER], rest), content)
-            with self._on_mesh():
-                placed = jax.tree.map(lambda x: put(x, self._sharding(*TRANSFER_AXES)), held)
+            with self._on_page_mesh():
+                placed = jax.tree.map(lambda x: put(x, self._page_sharding(*TRANSFER_AXES)), held)
                 pool = self.programs[f"write-{group}"](self.pools[group], self._padded(replica, some, group), placed)
             self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
 
@@ -373,7 +374,7 @@ class ModelRunner:
         # Page numbers out of range stand for no page.
         padded = np.full((self.spec.replicas, PAGES_PER_TRANSFER), self.spec.pages[group], np.int32)
         padded[replica, : len(pages)] = pages
-        return put(padded, self._per_replica)
+        return put(padded, self._page_sharding("batch"))
 
     # Sizes
 
@@ -385,7 +386,7 @@ class ModelRunner:
     @property
     def _shards(self) -> int:
         """Number of shards of the kv heads."""
-        with self._on_mesh(), sharding.use_rules(self.model.rules):
+        with self._on_page_mesh(), sharding.use_rules(self._page_rules):
             return sharding.axis_size("attn_kv_heads")
 
     @property
@@ -395,7 +396,7 @@ class ModelRunner:
 
     def _pages_that_fit(self) -> int:
         """Pages that fit into memory beside the weights and the temporaries of the largest program."""
-        memory = _device_of(self.params).memory_stats()
+        memory = self._page_device.memory_stats()
         if memory is None or "bytes_limit" not in memory:
             devices = self._device_count
             room = CPU_MEMORY_SHARE * _host_memory() / devices
@@ -406,8 +407,7 @@ class ModelRunner:
             compiled = self.program_cache.compile_all(self._programs_of(largest))
             temporaries = max(one.memory.temp_size_in_bytes for one in compiled.values())
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
-            weights, slots = map(_bytes_of, (self._abstract_weights, self._abstract_state() if self._full else ()))
-            room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - weights - temporaries - slots
+            room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - temporaries - self._bytes_beside_pages
             room -= self._reserved_bytes
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
@@ -429,6 +429,11 @@ class ModelRunner:
         pages = max(pages, least)
         room = HOST_MEMORY_SHARE * _host_memory()
         return max(bisect.bisect_right(range(pages + 1), room, key=taken_on_host, lo=least) - 1, least)
+
+    @property
+    def _bytes_beside_pages(self) -> int:
+        """Bytes of weights and slots on a device that has pages."""
+        return _bytes_of(self._abstract_weights) + _bytes_of(self._abstract_state() if self._full else ())
 
     def _minimum_over_processes(self, room: int) -> int:
         """Smallest number of pages that any process has room for."""
@@ -507,18 +512,25 @@ class ModelRunner:
         """Programs that copy pages of each group between device and host."""
         programs = []
         for group in range(len(self.spec.groups)):
-            pool, pages = self._abstract_pools()[group], self._abstract_ints(PAGES_PER_TRANSFER)
-            place = self._sharding(*TRANSFER_AXES)
+            pool, place = self._abstract_pools()[group], self._page_sharding(*TRANSFER_AXES)
+            size, where = (self.spec.replicas, PAGES_PER_TRANSFER), self._page_sharding("batch")
+            pages = jax.ShapeDtypeStruct(size, jnp.int32, sharding=where)
             held = jax.tree.map(
                 lambda x, place=place: jax.ShapeDtypeStruct(
                     (x.shape[0], PAGES_PER_TRANSFER, *x.shape[2:]), x.dtype, sharding=place
                 ),
                 pool.in_pages(),
             )
-            programs.append(EngineProgram(f"read-{group}", self._by_rules(read_pages), {"pool": pool, "pages": pages}))
+            programs.append(self._page_program(f"read-{group}", read_pages, {"pool": pool, "pages": pages}))
             arguments = {"pool": pool, "pages": pages, "held": held}
-            programs.append(EngineProgram(f"write-{group}", self._by_rules(write_pages), arguments, donated=("pool",)))
+            programs.append(self._page_program(f"write-{group}", write_pages, arguments, donated=("pool",)))
         return programs
+
+    def _page_program(
+        self, name: str, function: Any, arguments: dict[str, Any], donated: tuple[str, ...] = ()
+    ) -> EngineProgram:
+        """Program on the devices that have pages."""
+        return EngineProgram(name, functools.partial(function, self._page_rules), arguments, donated)
 
     @functools.cached_property
     def _shapes(self) -> list[StepShape]:
@@ -577,7 +589,7 @@ class ModelRunner:
         )
 
     def _abstract_pools(self) -> Pools:
-        with self._on_mesh():
+        with self._on_page_mesh():
             shapes = jax.eval_shape(self._empty_pools)
         found = jax.tree.map(
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -598,11 +610,11 @@ class ModelRunner:
 
     def _empty_pools(self) -> Pools:
         spec = self.spec
-        return empty_pools(self.model.rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
+        return empty_pools(self._page_rules, spec.groups, spec.pages, spec.page_size, self.config.max_sequences)
 
     def _pool_shardings(self, pools: Pools) -> Pools:
         """Shardings of pools; the slots of a format that keeps them in host memory are there."""
-        place, found = self._sharding(*POOL_AXES), list[Slots]()
+        place, found = self._page_sharding(*POOL_AXES), list[Slots]()
         for group, pool in zip(self.spec.groups, pools, strict=True):
             own = jax.tree.map(lambda _: place, pool)
             if group.format().kv_format.on_host:
@@ -620,7 +632,7 @@ class ModelRunner:
         shapes = jax.eval_shape(self._empty_pools)
         places = self._pool_shardings(shapes)
         # Without a mesh on its own device, not on the default one.
-        own = on_device(places) if self.mesh is None else None
+        own = on_device(places) if self._page_mesh is None else None
         made = jax.block_until_ready(jax.jit(lambda: on_device(self._empty_pools()), out_shardings=own)())
         self.pools = tuple(
             # Never on the device, which may have no room for it.
@@ -630,6 +642,29 @@ class ModelRunner:
 
     def _on_mesh(self) -> Any:
         return sharding.use_mesh(self.mesh)  # without one, that of a caller does not count either
+
+    # Where pages are, which is where the weights are unless attention has devices of its own
+
+    @property
+    def _page_mesh(self) -> jax.sharding.Mesh | None:
+        """Mesh of the devices that have pages."""
+        return self.mesh
+
+    @property
+    def _page_rules(self) -> sharding.Rules:
+        """Sharding rules of pages and attention."""
+        return self.model.rules
+
+    @property
+    def _page_device(self) -> Any:
+        """One of the devices that have pages."""
+        return _device_of(self.params)
+
+    def _on_page_mesh(self) -> Any:
+        return sharding.use_mesh(self._page_mesh)
+
+    def _page_sharding(self, *logical: str | None) -> jax.sharding.Sharding:
+        return self._sharding(*logical)
 
     def _by_rules(self, function: Any) -> Any:
         return functools.partial(function, self.model.rules)

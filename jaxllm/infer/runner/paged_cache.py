@@ -348,6 +348,19 @@ class PagedCache:
         """Paged attention: writes k, v to their pages, in place if the pools are a loop's carry, then attends."""
         value_dim = params.latent if v is None else v.shape[3]
         index = self._group(KVSpec(k.shape[2], k.shape[3], value_dim or 0, latent=v is None), params.window)
+        return self.attend_in(index, layer, q, k, v, params, sinks)
+
+    def attend_in(
+        self,
+        index: int,
+        layer: LayerIndex,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K V"] | None,
+        params: AttentionParams,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "B T N V"], PagedCache]:
+        """``attend`` in the layer group ``index``; few kv heads may have been repeated for the shards before."""
         split, span = sharding.axis_names("attn_seq"), span_axes()
 
         def local(

@@ -88,7 +88,7 @@ def check_stages(mesh: Mesh) -> None:
 
 
 def check_mesh(
-    mesh: Mesh | None,
+    mesh: Mesh | AbstractMesh | None,
     *,
     invariant: bool = False,
     latent: bool = False,

@@ -18,6 +18,7 @@ from jaxllm.infer.runner import logits_processors
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.runner.serving_mesh import placements, serving_model
 from jaxllm.models import DecoderConfig, functional
+from jaxllm.models.attention_context import KVSpec
 from jaxllm.train.config import EngineBeside
 from pallas_kernels.paged_attention import PageFormat
 from pallas_kernels.paged_attention.kv_formats import is_quantised, kv_format
@@ -87,6 +88,9 @@ def slot_bytes(spec: Any, dtype: str, tensor: int, platform: str) -> float:
     """
     if is_quantised(dtype) and kv_format(dtype).on_host:
         raise ValueError(f"plan: kv_dtype = {dtype!r} has values in host memory, which formulas leave out; use int4.")
+    if spec.slices > 1:  # each device's slice is a kv head, with all that is a key only behind it
+        part = spec.value_dim // spec.slices
+        spec = KVSpec(spec.slices, part + spec.key_dim - spec.value_dim, part, latent=True)
     kv = max(1, -(-spec.kv_heads // tensor))
     encoding = dtype if is_quantised(dtype) else "plain"
     form = PageFormat(kv, spec.key_dim, spec.value_dim, spec.latent, encoding, SLOT_MULTIPLE.get(platform, 1))

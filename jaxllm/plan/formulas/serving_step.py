@@ -202,11 +202,14 @@ class ServingStepModel:
     Attributes:
         replicas: data-parallel replicas, each with a batch of its own.
         device_weight_bytes: bytes of weights on a device.
+        span: devices that the pages of a replica are spread over; 1: each has all of its heads' pages.
 
     Raises:
         ShardingError: the mesh cannot serve the model, or has another number of devices.
         ValueError: there is no such format.
     """
+
+    span = 1
 
     def __init__(
         self,
@@ -332,18 +335,28 @@ class ServingStepModel:
         prefill = any((one.counts > 1).any() for one in batches)
         split = self.context if prefill else 1
         own = rows / split
-        total = self._products(own) + self._head(samples)
         slowest, seconds = StepCost(), -1.0
         for one in batches:
             cost = self._attention(one, split)
             if cost.seconds > seconds:
                 slowest, seconds = cost, cost.seconds
+        return self.beside_attention(own, rows, samples, prefill=prefill) + slowest
+
+    def beside_attention(self, own: float, rows: int, samples: int, *, prefill: bool) -> StepCost:
+        """Cost of a pass beside the work of attention, whose launches are in it.
+
+        Args:
+            own: rows of a device.
+            rows, samples: see ``step``.
+            prefill: some request has more than one row.
+        """
+        total = self._products(own) + self._head(samples)
         stream = sum(
             one.layers * own * (STREAM_PASSES * self.config.embed_dim + INNER_PASSES * one.inner)
             for one in self._blocks
         )
         stream = (stream + 2 * own * self.config.embed_dim) * self.width
-        total += slowest + StepCost(memory=self._seconds_of(stream), bytes=stream)
+        total += StepCost(memory=self._seconds_of(stream), bytes=stream)
         total += StepCost(network=self._exchanged(own, rows, samples, prefill), launch=self._operations * self._launch)
         return total
 
@@ -377,10 +390,10 @@ class ServingStepModel:
         work = flops / (self._rate(False) * self.calibration.matmul) * float(_up(samples, 8)) / max(samples, 1)
         return StepCost(work, max(0.0, self._seconds_of(moved) - work), flops=flops, bytes=moved)
 
-    def _attention(self, batch: BatchWork, split: int) -> StepCost:
+    def _attention(self, batch: BatchWork, split: int, blocks: Sequence[_Attention] | None = None) -> StepCost:
         total = StepCost()
         whole = (batch.starts == 0) & (batch.counts > 1)
-        for one in self._blocks:
+        for one in self._blocks if blocks is None else blocks:
             pairs = batch.pairs(one.window)
             macs = one.expanded * pairs[whole].sum() + one.absorbed * pairs[~whole].sum()
             flops = 2.0 * one.layers * float(macs) / split

@@ -25,9 +25,9 @@ REQUESTS = 18
 """As many as have different first tokens in the tiny vocabulary."""
 
 
-@functools.lru_cache(len(WAYS))
-def real_runner(way: str) -> Any:
-    return engines.build(engines.ENGINES[way]).runner
+@functools.lru_cache(2 * len(WAYS))
+def real_runner(way: str, pools: str | None = None) -> Any:
+    return engines.build(dataclasses.replace(engines.ENGINES[way], pools=pools)).runner
 
 
 @dataclass
@@ -75,9 +75,20 @@ def steps_are_the_engines(seed: int) -> None:
     Ways to serve, policies, prefixes, lengths and arrivals are drawn; steps take a time that depends on their rows and
     on the context.
     """
+    compare_steps(seed)
+
+
+@proof("simulation", count=12, sample=1)
+def attention_pool_steps_are_the_engines(seed: int) -> None:
+    """The same of an engine with an attention pool, which decodes one token a step."""
+    compare_steps(seed, "model=tensor:1, attention=tensor:2")
+
+
+def compare_steps(seed: int, pools: str | None = None) -> None:
+    """Simulates drawn requests, and serves them with a real engine."""
     rng = np.random.default_rng(seed)
     way, policy = WAYS[seed % len(WAYS)], POLICIES[int(rng.integers(len(POLICIES)))]
-    config = engines.ENGINES[way]
+    config = dataclasses.replace(engines.ENGINES[way], pools=pools)
     prefix = int(rng.integers(0, 2)) * 8
     requests = [
         TraceRequest(float(at), prefix + int(p), int(n), "p" if prefix else "", prefix)
@@ -91,7 +102,7 @@ def steps_are_the_engines(seed: int) -> None:
         context = sum(int((one.starts + one.counts).sum()) for one in batches)
         return StepCost(compute=passes * (2e-3 + 1e-4 * shape.tokens + 1e-6 * context))
 
-    runner = Clocked(real_runner(way), clock)
+    runner = Clocked(real_runner(way, pools), clock)
     engine = Engine(runner, config, engines.VOCAB, policy=policy() if policy else None, clock=lambda: runner.now)  # type: ignore[arg-type]
     times, pages, names, going = [[] for _ in requests], [], dict[str, int](), {}
     coming = list(range(REQUESTS))

@@ -34,6 +34,8 @@ def plan_serving(argv: list[str]) -> int:
         kv_dtype: tuple[Literal["auto", "bfloat16", "int8", "fp8"], ...] = ("auto",),
         budgets: tuple[int, ...] = (512, 2048, 8192),
         max_sequences: int = 256,
+        mla: Literal["exact", "tpla"] = "exact",
+        kv_span: bool = False,
         top: int = 5,
         most: int | None = 12,
         users_at: int | None = None,
@@ -64,13 +66,16 @@ def plan_serving(argv: list[str]) -> int:
             kv_dtype: formats of the KV cache to choose from.
             budgets: token budgets of a step to choose from.
             max_sequences: sequences in a batch at a time.
+            mla: tpla: latents of multi-head latent attention in slices over tensor, as for `jaxllm serve`.
+            kv_span: pages of a request are spread over context, as for `jaxllm serve`.
             top: number of deployments to show.
             most: deployments to simulate on a platform at most, by their lower bounds; None for all that those leave.
             users_at: context length to say for how many users fit, and what prefill, decode and switching cost.
             mix: cheapest mix of the platforms in --on for these lengths, instead of one platform.
-            pools: compare colocated engines with prefill and decode pools: on one platform, on all of its devices, by
-                the largest rate per device that meets the objective; on several, by the least price (--goal energy:
-                rated power) that serves the trace, each pool of one kind, with as many devices as the largest.
+            pools: compare colocated engines with prefill and decode pools, and with engines whose attention has devices
+                of its own: on one platform, on all of its devices, by the largest rate per device that meets the
+                objective; on several, by the least price (--goal energy: rated power) that serves the trace, each pool
+                of one kind, with as many devices as the largest.
             price: dollars an hour of one device, such as h200=2.5,h100=2.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             seed: seed of arrivals and lengths.
@@ -82,6 +87,8 @@ def plan_serving(argv: list[str]) -> int:
         from jaxllm.simulate import ServiceObjective, make_trace
         from jaxllm.simulate.deployment_search import candidates, search, smallest
 
+        if pools and (mla != "exact" or kv_span):
+            raise UsageError("--pools does not go with --mla tpla or --kv-span, as when serving: leave one out.")
         config, _ = served_model(model)
         clusters = platforms_of(on, hardware_table(hardware, price))
         objective = ServiceObjective.parse(slo)
@@ -100,7 +107,7 @@ def plan_serving(argv: list[str]) -> int:
             return list(
                 candidates(
                     config, cluster, asked, weights=weights, kv_dtypes=kv_dtype, budgets=budgets,
-                    max_sequences=max_sequences, max_len=longest,
+                    max_sequences=max_sequences, max_len=longest, mla=mla, kv_span=kv_span,
                 )
             )  # fmt: skip
 
@@ -213,15 +220,17 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
 
 
 def _print_pools(base: Deployment, trace: RequestTrace, slo: ServiceObjective, top: int) -> int:
-    """Prints placements of prefill and decode pools beside colocated engines."""
+    """Prints placements of prefill and decode pools, and of attention pools, beside colocated engines."""
+    from jaxllm.simulate.attention_split import attention_splits
     from jaxllm.simulate.pool_search import colocated, described, place, pool_splits
 
-    apart, together = place(pool_splits(base), trace, slo), place(colocated(base), trace, slo)
+    ways = {"disaggregated": pool_splits(base), "attention pool": attention_splits(base), "colocated": colocated(base)}
+    found = {what: place(some, trace, slo) for what, some in ways.items()}
     print(f"{'requests/s':>10}{'a device':>10}  {base.devices} devices, {trace.name}")
-    for what, found in (("disaggregated", apart), ("colocated", together)):
-        for one in found[:top]:
+    for what, placements in found.items():
+        for one in placements[:top]:
             print(f"{one.rate:>10.3g}{one.goodput_per_device:>10.3g}  {what}: {described(one.placement)}")
-    return 0 if any(one.rate > 0 for one in (*apart, *together)) else 1
+    return 0 if any(one.rate > 0 for placements in found.values() for one in placements) else 1
 
 
 def _print_provision(
@@ -229,15 +238,21 @@ def _print_provision(
 ) -> int:
     """Prints the cheapest pools of several kinds of devices beside the cheapest colocated engines."""
     from jaxllm.simulate import Deployment
+    from jaxllm.simulate.attention_split import mixed_attention_splits
     from jaxllm.simulate.pool_search import described, mixed_splits, provision
 
     kinds = {one.hardware.name: one.hardware for one in clusters}
     most = max(one.devices for one in clusters)
     ways, unit = list(mixed_splits(base, list(kinds.values()), most)), "$ an hour" if spending == "cost" else "W"
-    print(f"up to {most} devices of {', '.join(kinds)}, {trace.name}: {len(ways)} ways")
+    each = {
+        "disaggregated": [one for one in ways if not isinstance(one, Deployment)],
+        "attention pool": list(mixed_attention_splits(base, list(kinds.values()), most)),
+        "colocated": [one for one in ways if isinstance(one, Deployment)],
+    }
+    print(f"up to {most} devices of {', '.join(kinds)}, {trace.name}: {sum(map(len, each.values()))} ways")
     status = 1
-    for what, kept in (("disaggregated", False), ("colocated", True)):
-        found = provision([one for one in ways if isinstance(one, Deployment) == kept], trace, slo, spending)
+    for what, some in each.items():
+        found = provision(some, trace, slo, spending)
         if found is None:
             print(f"{what}: none meets the objective")
             continue

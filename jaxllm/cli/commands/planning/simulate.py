@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from jaxllm.cli.command_parser import parse_command
-from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model
+from jaxllm.cli.errors import UsageError
+from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model, with_attention_pool
 
 if TYPE_CHECKING:
     from jaxllm.simulate import RequestTrace, Simulation
@@ -24,6 +25,10 @@ def simulate(argv: list[str]) -> int:
         on: str,
         trace: str = "poisson:1",
         mesh: str | None = None,
+        pools: str | None = None,
+        overlap: Literal["none", "nano"] = "none",
+        mla: Literal["exact", "tpla"] = "exact",
+        kv_span: bool = False,
         lengths: str = "sharegpt",
         requests: int = 300,
         slo: str = "ttft=1,tpot=0.05",
@@ -62,6 +67,11 @@ def simulate(argv: list[str]) -> int:
                 lines {"at": s, "prompt_tokens": n, "max_tokens": n}.
             mesh: serving mesh of one engine, such as tensor=4; by default tensor parallelism over all devices. Devices
                 beyond it are further engines behind a router.
+            pools: instead of --mesh, weights and attention of an engine on devices of their own, such as
+                "model=tensor:2, attention=tensor:4" (docs/serve/pools.md).
+            overlap: with --pools, nano: two halves of a step take turns on both parts.
+            mla: tpla: latents of multi-head latent attention in slices over tensor, as for `jaxllm serve`.
+            kv_span: pages of a request are spread over context, as for `jaxllm serve`.
             lengths: sharegpt, alpaca, conversation, code, PROMPT/OUTPUT, or a CSV file of prompt,output.
             requests: number of requests, if the trace is not a file.
             slo: objective: seconds to the first token and per output token after it, and the share of requests that
@@ -115,10 +125,14 @@ def simulate(argv: list[str]) -> int:
         sizes = EngineConfig(
             max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, max_len=max_len or requested.longest,
             page_size=page_size, decode_steps=decode_steps, prefix_cache=prefix_cache, preemption=preemption,
-            kv_dtype=kv_dtype, samplers=("plain",), phase_split=phase_split,
+            kv_dtype=kv_dtype, samplers=("plain",), phase_split=phase_split, mla=mla, kv_span=kv_span,
         )  # fmt: skip
         chosen = MeshSpec.parse(mesh) if mesh else MeshSpec.parse(f"tensor={cluster.devices}")
         deployment = Deployment(config, cluster, chosen, sizes, weights, longest, host_seconds=host_ms / 1e3)
+        if pools is not None:
+            deployment = with_attention_pool(deployment, pools, overlap, mesh)
+        elif overlap != "none":
+            raise UsageError("--overlap is simulated with an attention pool alone: give --pools, or leave it out.")
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
