@@ -22,7 +22,7 @@ class DiskConfig:
             the host's memory.
         activation_layers: with ``activations``: so many layers, the first ones, whose backward pass is last, have their
             inputs in files, the others in the host's memory; 0: all layers. "auto": as many as the passes hide, by what
-            the first step measures (``hidden_share``).
+            the second step measures (``hidden_share``).
         host: bytes of the host's memory for each device, in which chunks of the files stay until they are read again,
             beside the layers in the window and saved inputs; 0: none stay.
         chunk: bytes of a chunk.

@@ -1,9 +1,10 @@
 """Adaptive share of saved inputs in files: the most layers whose input and output the passes hide (SSDTrain).
 
-SSDTrain (arXiv:2408.10013) offloads as many activations as are moved while the device computes. A first step measures
-how long a layer computes in each pass, and how fast the disk reads and writes meanwhile. The model plays the copies out
-beside the forward pass, and those back beside each backward pass: an input has to be written when its place in the
-window is needed again, and by the end of the forward pass; it has to be there when its layer begins.
+SSDTrain (arXiv:2408.10013) offloads as many activations as are moved while the device computes. The second step of a
+run, because programs are slow when they run first, measures how long a layer computes in each pass, and how fast the
+disk reads and writes meanwhile. The model plays the copies out beside the forward pass, and those back beside each
+backward pass: an input has to be written when its place in the window is needed again, and by the end of the forward
+pass; it has to be there when its layer begins.
 """
 
 from __future__ import annotations
@@ -118,9 +119,10 @@ class InputTimes(NamedTuple):
 
     def hides(self, layers: int) -> bool:
         """Whether the passes hide the copies of the first so many layers' inputs."""
+        all_there = layers * self.micro_batches <= self.window  # also when a second backward pass begins
         return self._hides_writes(layers) and all(
-            self._hides_reads(layers, each, read, forwarded=self.window if first == 0 else 0)
-            for first, (each, read) in enumerate(zip(self.backward, self.reads, strict=True))
+            self._hides_reads(layers, each, read, forwarded=self.window if number == 0 or all_there else 0)
+            for number, (each, read) in enumerate(zip(self.backward, self.reads, strict=True))
         )
 
     def most_hidden(self) -> int:
@@ -176,10 +178,11 @@ class TimedTier(Protocol):
 
     moved: Counter[str]
     waited: float
+    clock: DiskClock
 
 
 class PassTimer:
-    """Measures the passes of a warm-up step.
+    """Measures the passes of a warm-up step, and the reads and writes of its tiers.
 
     Args:
         tiers: all tiers of the step, for which it may wait.
@@ -187,10 +190,13 @@ class PassTimer:
 
     Attributes:
         passes: measured so far.
+        clock: of all tiers.
     """
 
     def __init__(self, tiers: Sequence[TimedTier], others: Sequence[TimedTier]):
-        self._tiers, self._others = tiers, others
+        self._tiers, self._others, self.clock = tiers, others, DiskClock()
+        for tier in tiers:
+            tier.clock = self.clock
         self.passes: list[PassRates] = []
 
     @contextlib.contextmanager

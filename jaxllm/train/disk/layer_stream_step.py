@@ -67,7 +67,7 @@ class LayerStreamStep:
     def __init__(self, programs: StreamedPrograms, of: StreamedModel, files: StateFiles, inputs: SavedInputs):
         self._programs, self._of, self._files, self.inputs = programs, of, files, inputs
         self._numbers = {unit: number for number, unit in enumerate(files.units)}
-        self._measures = isinstance(inputs, DiskInputs) and inputs.adaptive
+        self._steps_to_choice = 2 if isinstance(inputs, DiskInputs) and inputs.adaptive else 0
         self.say: Callable[[str], object] = lambda line: None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -83,11 +83,10 @@ class LayerStreamStep:
         tiers = [params.tier, files.tier, *([saved.tier] if isinstance(saved, DiskInputs) else [])]
         moved = {what: -sum(tier.moved[what] for tier in tiers) for what in ("read", "write", "kept")}
         layers, timer = list(range(len(params.units))), None
-        if self._measures and isinstance(saved, DiskInputs):
+        if self._steps_to_choice == 1:
             timer = PassTimer(tiers, tiers[:2])
-            for tier in tiers:
-                tier.clock = saved.clock
-        chunks = None if timer is not None else params.chunks  # a step that measures has other saved inputs
+        chunks = None if self._steps_to_choice else params.chunks  # there are other saved inputs after the choice
+        self._steps_to_choice = max(0, self._steps_to_choice - 1)
         waiting = 0
         if chunks is not None:
             chunks.begin(lambda: saved.host_bytes + waiting)
@@ -171,8 +170,7 @@ class LayerStreamStep:
         if chunks is not None and (line := chunks.end()):
             self.say(line)
         if timer is not None and isinstance(saved, DiskInputs):
-            self._measures = False
-            self.say(saved.choose(timer.passes, saved.clock))
+            self.say(saved.choose(timer.passes, timer.clock))
         whole = {**state.params, **ends}
         return replace(state, params=whole, opt_state=files.with_kept(counters), step=step, extras=extras), metrics
 

@@ -65,15 +65,17 @@ class HostInputs(SavedInputs):
 
     def __init__(self) -> None:
         self._inputs: dict[tuple[int, int], jax.Array] = {}
+        self._bytes = 0
 
     @property
     def host_bytes(self) -> int:
         """See ``SavedInputs``."""
-        return sum(local_bytes(x) for x in self._inputs.values())
+        return self._bytes
 
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
         """See ``SavedInputs``."""
         self._inputs[layer, micro] = to_host(x)
+        self._bytes += local_bytes(x)
 
     def begin(self) -> None:
         """See ``SavedInputs``."""
@@ -85,7 +87,7 @@ class HostInputs(SavedInputs):
     def drop(self, layer: int, micro: int, wait: Any, final: bool) -> None:
         """See ``SavedInputs``."""
         if final:
-            del self._inputs[layer, micro]
+            self._bytes -= local_bytes(self._inputs.pop((layer, micro)))
 
 
 class DiskInputs(SavedInputs):
@@ -99,13 +101,12 @@ class DiskInputs(SavedInputs):
 
     Attributes:
         layouts: layouts of the files, in the order of writing.
-        clock: measures reads and writes of the files.
     """
 
     def __init__(self, config: DiskConfig, layers: int, micro_batches: int, hidden: jax.ShapeDtypeStruct):
         self._shards = ArrayShards.of(tuple(hidden.shape), np.dtype(hidden.dtype), hidden.sharding, 0)
         self._micro_batches, self._config, self._streamed = micro_batches, config, layers
-        self._layers, self._others, self.clock = layers_in_files(config, layers), HostInputs(), DiskClock()
+        self._layers, self._others = layers_in_files(config, layers), HostInputs()
         self._make_layouts()
 
     def _make_layouts(self) -> None:
@@ -127,7 +128,7 @@ class DiskInputs(SavedInputs):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the number of layers in files is to be chosen by what a first step, with all of them, measures."""
+        """Whether the number of layers in files is to be chosen by what a step with all of them measures."""
         return self._config.activation_layers == "auto"
 
     def choose(self, passes: Sequence[PassRates], clock: DiskClock) -> str:
@@ -149,7 +150,7 @@ class DiskInputs(SavedInputs):
     def tier(self) -> DiskTier:
         """The files, made when they are first needed."""
         if self._tier is None:
-            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window, clock=self.clock)
+            self._tier = DiskTier(Path(self._config.directory), self.layouts, self._config.window)
         return self._tier
 
     def put(self, layer: int, micro: int, x: jax.Array) -> None:
