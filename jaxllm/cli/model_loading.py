@@ -26,6 +26,7 @@ def load_with_progress(
     generation_config: str = "auto",
     *,
     offload: str | None = None,
+    pools: str | None = None,
     sequences: int = 1,
     progress: Listener | None = None,
 ) -> LoadedModel:
@@ -34,6 +35,7 @@ def load_with_progress(
     Args:
         offload: budget of streamed weights, see ``OffloadBudget``, or ``FitRequest``; None: all weights are on the
             device.
+        pools: pools of the engine; weights beside an attention pool are loaded into the host's memory first.
         sequences: most sequences of a batch, which a placement is solved for.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
         generation_config: where the sampling defaults come from: "auto": the model's files; "none"; or a directory
@@ -44,6 +46,7 @@ def load_with_progress(
     """
     from jaxllm.cli.tier_options import solve_placement
     from jaxllm.infer import load_model
+    from jaxllm.infer.pools.pool_argument import are_attention_pools
     from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
@@ -67,7 +70,7 @@ def load_with_progress(
             kept = "plain" if weights == "auto" else weights
             loaded = open_streamed(name, budget, dtype=dtype, weights=kept, progress=tell)
         else:
-            there = loading_mesh(over)
+            there = loading_mesh(over, pooled=pools is not None and are_attention_pools(pools))
             loaded = load_model(name, mesh=there, dtype=dtype, layers=layers, weights=weights, progress=tell)
             loaded = loaded if over is None else dataclasses.replace(loaded, mesh=over)
     if isinstance(loaded.params, StreamedWeights):

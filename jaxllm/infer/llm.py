@@ -143,7 +143,7 @@ class LLM:
                 model = load_model(
                     model,
                     dtype=dtype,
-                    mesh=loading_mesh(over),
+                    mesh=loading_mesh(over, pooled=sizes.offloads_attention),
                     progress=lambda _, done, total: tell("loading", done, total),
                 )
             self.loaded, self.tokenizer = model, model.tokenizer

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from jaxllm.config import ConfigError
+from jaxllm.infer.runner.latent_rotation import with_slices
+from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MLAConfig, MlpConfig
 from jaxllm.plan.formulas.serving_step import BatchWork
 from jaxllm.simulate import Deployment, make_trace, simulate
@@ -35,6 +37,8 @@ def test_a_slice_is_a_share_of_the_latent():
     exact, sliced = latents("exact"), latents()
     assert exact.step_model.token_bytes == 4 * 80 * 2
     assert sliced.step_model.token_bytes == sliced.step_model.group_token_bytes(0) == 4 * 32 * 2
+    (engines_own,) = layer_groups(with_slices(LATENT, 4))
+    assert engines_own.page_bytes(16, 4) / 4 == 16 * sliced.step_model.token_bytes
     assert latents(pages=None).spec.pages[0] > 2.4 * latents("exact", pages=None).spec.pages[0]
     assert latents().name == "tensor=4, bfloat16, tpla"
 
@@ -63,7 +67,8 @@ def test_prompts_attend_exactly():
 
 def test_spread_pages_are_shared_work():
     whole, parts = (one.step_model for one in (spread(False), spread()))
-    assert parts.token_bytes == whole.token_bytes / 4
+    (engines_own,) = layer_groups(MODEL)
+    assert parts.token_bytes == whole.token_bytes / 4 == engines_own.page_bytes(16) / 16 / 4
     for name in ("flops", "bytes", "seconds"):
         assert getattr(parts._attention(DECODES, 1), name) == pytest.approx(
             getattr(whole._attention(DECODES, 1), name) / 4

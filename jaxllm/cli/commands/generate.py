@@ -210,7 +210,7 @@ def generate(argv: list[str]) -> int:
             def load() -> LLM:
                 found = load_with_progress(
                     model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
-                    sequences=sequences,
+                    pools=pools, sequences=sequences,
                 )  # fmt: skip
                 return LLM(found, sizes, policy=POLICIES[policy])
 
@@ -237,7 +237,7 @@ def generate(argv: list[str]) -> int:
         make_params({"temperature": DEFAULT_TEMPERATURE})  # what is not legal is refused before the model is loaded
         spending = None if effort is None else read_policy(effort)
         loaded = load_with_progress(
-            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload
+            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload, pools=pools
         )
         params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
         if spending is not None:

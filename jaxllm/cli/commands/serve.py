@@ -301,6 +301,7 @@ def serve(argv: list[str]) -> int:
                 "plain" if weights == "auto" and tuned is not None else weights,
                 generation_config,
                 offload=offload,
+                pools=pools,
                 sequences=max_sequences,
                 progress=start,
             )

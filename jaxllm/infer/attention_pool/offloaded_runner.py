@@ -385,11 +385,12 @@ def check_heads(config: DecoderConfig, weights: int, pages: int) -> None:
         heads, kv_heads = block.attention.heads, block.attention.kv_spec.kv_heads
         for pool, parts in (("model", weights), ("attention", pages)):
             few = kv_heads < parts and parts % kv_heads == 0
+            spreads = pool == "attention" and not block.attention.kv_spec.latent
             if heads % parts or (kv_heads % parts and not few):
                 raise ShardingError(
                     f"pools: layer {number} has {heads} heads and {kv_heads} of keys and values, which do not divide "
                     f"over {pool}=tensor:{parts}: give a number of devices that divides them"
-                    + (", or spread pages instead (attention=context:N)." if pool == "attention" else ".")
+                    + (", or spread pages instead (attention=context:N)." if spreads else ".")
                 )
 
 

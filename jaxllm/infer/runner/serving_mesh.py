@@ -55,11 +55,12 @@ def stages_of(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape.get("stage", 1)
 
 
-def loading_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Mesh to load a model on that is served on ``mesh``: the host's processor for pipeline stages, which take their
-    layers from there, because none of their devices needs room for the whole model.
+def loading_mesh(mesh: Mesh | None, *, pooled: bool = False) -> Mesh | None:
+    """Mesh to load a model on that is served on ``mesh``: the host's processor for pipeline stages, and with ``pooled``
+    for the weights beside an attention pool, which are taken from there, because none of their devices needs room for
+    the whole model.
     """
-    if stages_of(mesh) == 1:
+    if stages_of(mesh) == 1 and not pooled:
         return mesh
     try:
         host = jax.devices("cpu")[:1]

@@ -20,10 +20,13 @@ WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "one after the
 
 
 def drawn_sizes(rng: np.random.Generator, model: str) -> AttentionPoolSizes:
-    """Devices of both parts: any that heads, experts and widths divide over; or pages spread over two to five."""
+    """Devices of both parts: any that heads, experts, widths and the vocabulary divide over; or pages spread over two
+    to five.
+    """
     latent = any(block.attention.kv_spec.latent for block in engines.model_of(model, "float64").blocks)
     while True:
-        weights, heads = (int(n) for n in rng.choice(DEGREES[model], 2))
+        weights = int(rng.choice([n for n in DEGREES[model] if engines.VOCAB % n == 0]))
+        heads = int(rng.choice(DEGREES[model]))
         axis = "tensor" if latent or rng.random() < 2 / 3 else "context"
         found = AttentionPoolSizes(weights, heads if axis == "tensor" else int(rng.integers(2, 6)), axis)
         if found.devices <= DEVICES:
