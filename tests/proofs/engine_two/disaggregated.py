@@ -94,7 +94,7 @@ def pools_are_colocated(seed: int) -> dict[str, float]:
     """
     rng = np.random.default_rng(seed)
     model = str(rng.choice(list(DEGREES)))
-    pools = drawn_pools(rng, DEGREES[model])
+    pools = drawn_pools(rng, tuple(n for n in DEGREES[model] if engines.VOCAB % n == 0))
     kv = str(rng.choice(["auto", "auto", "bfloat16", "int8"]))
     config = dataclasses.replace(engines.ENGINES[str(rng.choice(WAYS))], kv_dtype=kv)
     policy = POLICIES[rng.integers(len(POLICIES))]
