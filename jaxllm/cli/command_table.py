@@ -129,7 +129,7 @@ COMMANDS = {
     "bench": Command(
         "jaxllm.cli.commands.bench",
         "bench",
-        "Measure decode throughput: `jaxllm bench MODEL`; or a server: `bench serve`; or links: `bench --links`.",
+        "Measure decode: `jaxllm bench MODEL`; a server: `bench serve`; links: `bench --links`.",
     ),
     "reproduce": Command(
         "jaxllm.cli.commands.reproduce",

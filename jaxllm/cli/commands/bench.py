@@ -17,7 +17,7 @@ from jaxllm.infer.kv_cache_options import KvFormat
 
 
 def bench(argv: list[str]) -> int:
-    """Measure decode throughput: `jaxllm bench MODEL`; or a server: `bench serve`; or links: `bench --links`."""
+    """Measure decode: `jaxllm bench MODEL`; a server: `bench serve`; links: `bench --links`."""
     if "--links" in argv:
         return bench_links([word for word in argv if word != "--links"])
     return bench_serve(argv[1:]) if argv[:1] == ["serve"] else bench_model(argv)
