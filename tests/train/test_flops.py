@@ -97,6 +97,7 @@ def test_what_is_done_again_by_hand():
     assert hardware_flops_per_token(dataclasses.replace(config, remat="full"), 13) == model + 2 * 2 * again
 
 
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     "kind",
     [
