@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jaxllm import cli
@@ -16,8 +18,8 @@ SWITCHES = [LayoutSwitch(3, "fsdp=4,tensor=2"), LayoutSwitch(5, "fsdp=2,data=2,c
 
 
 def same(config):
-    """A layout as it is."""
-    return config
+    """A layout as it is; data parallelism for one that is to be planned."""
+    return dataclasses.replace(config, mesh="dp") if config.mesh == "auto" else config
 
 
 def meshes(said: str) -> list[str]:
@@ -40,7 +42,7 @@ def test_a_switched_run_has_the_curve_of_one_mesh(tmp_path, capfd):
 
 @pytest.mark.drawn(0.6)
 def test_a_stopped_run_goes_on_with_the_mesh_of_its_step(tmp_path, capfd):
-    fields = {"steps": 7, "mesh": "dp", "name": "switched"}
+    fields = {"steps": 7, "mesh": "auto", "name": "switched"}
     stopped = stopped_at(tmp_path, 4, **{**fields, "mesh": "fsdp=4,tensor=2"})
     capfd.readouterr()
     done = switched_train(run_config(tmp_path, **fields), SWITCHES, same)

@@ -207,7 +207,7 @@ def bench_links(argv: list[str]) -> int:
 
             from jaxllm.plan.unequal.link_benchmark import measure_links
 
-            devices, many = jax.devices(), units or jax.process_count()
+            devices, many = jax.devices(), jax.process_count() if units is None else units
             if many < 2 or len(devices) % many or (names and len(names) != many):
                 raise UsageError(
                     f"--links: {many} units with {len(names) or many} names, and {len(devices)} devices: give --units "

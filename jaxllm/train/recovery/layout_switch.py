@@ -77,14 +77,15 @@ def _check(config: RunConfig, switches: Sequence[LayoutSwitch]) -> None:
         )
     if config.elastic.enabled:
         raise ConfigError("layout switches do not go with --elastic, which chooses the mesh itself; leave one out.")
-    model = run_model(config)
-    first = run_mesh(config, model, jax.devices()).shape.get(REPLICA, 1)
-    for switch in switches:
-        if switch.mesh == "auto":
-            continue
-        replicas = run_mesh(replace(config, mesh=switch.mesh), model, jax.devices()).shape.get(REPLICA, 1)
-        if replicas != first:
+    model, meshes = run_model(config), [config.mesh, *(switch.mesh for switch in switches)]
+    replicas = {
+        mesh: run_mesh(replace(config, mesh=mesh), model, jax.devices()).shape.get(REPLICA, 1)
+        for mesh in meshes
+        if mesh != "auto"  # planned when it is its turn
+    }
+    for mesh, many in replicas.items():
+        if many != (first := next(iter(replicas.values()))):
             raise ConfigError(
-                f"the mesh {switch.mesh} after step {switch.step} has {replicas} replicas, and the run before it "
-                f"{first}, each with an optimizer state of its own; give it replica={first}."
+                f"the mesh {mesh} has {many} replicas, and the one before it {first}, each with an optimizer state of "
+                f"its own; give it replica={first}."
             )
