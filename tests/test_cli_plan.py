@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm import cli
 from jaxllm.compiler.aot import CompileReport
-from sharding.isolate import OutOfDeviceMemory
+from sharding.isolate import IsolatedError, OutOfDeviceMemory
 from tests.compiler.test_aot import REPORT
 
 SMALL = ("--model.layers", "2", "--model.embed-dim", "64", "--data.seq-len", "32", "--data.batch-size", "8")
@@ -66,12 +66,17 @@ def test_a_page_is_of_a_compiled_layout(left_out, capsys):
     assert "give --explain N, and compile" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
-    def compile_for(config, on, progress, keep, anyway):
+@pytest.mark.parametrize("anyway", [False, True])
+def test_what_does_not_fit_is_a_table(anyway, monkeypatch, capsys):
+    def run_isolated(target, on, arguments, *, progress, env=None):
+        """The compiler, which with ``anyway`` may not finish a program."""
+        if env is not None:
+            raise IsolatedError("JaxRuntimeError: INVALID_ARGUMENT: Invalid TPU program.", "JaxRuntimeError")
         raise OutOfDeviceMemory(on, 40 * 2**30, 31 * 2**30)
 
-    monkeypatch.setattr("jaxllm.train.compile_step.compile_for", compile_for)
-    assert cli.main(["compile", "llama3_8b", "--on", "v6e:2x2", "--data.batch-size", "4"]) == 1
+    monkeypatch.setattr("jaxllm.train.compile_step.run_isolated", run_isolated)
+    more = ["--anyway"] if anyway else []
+    assert cli.main(["compile", "llama3_8b", "--on", "v6e:2x2", "--data.batch-size", "4", *more]) == 1
     said = capsys.readouterr().out
     sizes = {label: float(size) for label, size in re.findall(r"^  (\D+?) +([\d.]+)$", said, re.MULTILINE)}
     assert sizes["parameters"] == pytest.approx(8.03e9 * 4 / 4 / 2**30, rel=1e-3)
@@ -80,7 +85,7 @@ def test_what_does_not_fit_is_a_table(monkeypatch, capsys):
     assert sum(parts) == pytest.approx(needed, abs=0.01)
     assert (needed, there, over) == (40, 31, 9)
     assert "--accumulate" in said
-    assert "--anyway" in said
+    assert ("not finish" if anyway else "--anyway lists") in said
 
 
 @pytest.mark.parametrize("over", [0, 2**30])

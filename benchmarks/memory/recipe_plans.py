@@ -18,14 +18,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxllm.cli.memory_budget import FIT_SHARE, with_remat
+from jaxllm.cli.memory_budget import FIT_SHARE, measured_for, with_remat
 from jaxllm.cli.recipe_arguments import configure, find_recipe
 from jaxllm.files import write_json
 from jaxllm.parallel.sharding_table_view import columns
 from jaxllm.plan.graphs.block_graph import block_graphs, value_bytes
 from jaxllm.plan.remat_solver import StepBytes, places_bytes, saved_bytes, solve, value_sizes
 from jaxllm.train import RunConfig
-from jaxllm.train.compile_step import compile_for
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.run_model import run_model
@@ -96,7 +95,7 @@ def plan_unit(unit: RecipePlan, results: Path = RESULTS) -> dict[str, object]:
 
     def measure(remat: str) -> StepBytes:
         if remat not in compiled:
-            compiled[remat] = compile_for(with_remat(run, remat), unit.on, anyway=True).total_bytes
+            compiled[remat] = measured_for(with_remat(run, remat), unit.on).device
             write_json(results, everything)
             print(f"{unit.name}: {remat} {compiled[remat] / 2**30:.3f} GiB", flush=True)
         return StepBytes(compiled[remat])

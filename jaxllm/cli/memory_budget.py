@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.plan.remat_solver import HostTier, StepBytes
     from jaxllm.train import RunConfig
     from jaxllm.train.compile_step import StateBytes
+    from sharding.isolate import Progress
 
 FIT_SHARE = 0.95
 """Share of a device's memory that ``--fit`` plans for: the rest is for fragments between arrays."""
@@ -256,6 +257,27 @@ def _measured_here(run: RunConfig) -> StepBytes:
     from jaxllm.train.compile_step import step_memory_here
 
     return StepBytes(*step_memory_here(run))
+
+
+def measured_for(run: RunConfig, on: str, progress: Progress | None = None) -> StepBytes:
+    """Bytes of the step of a run, compiled for a topology.
+
+    Of a step that exceeds device memory, the bytes that the compiler says it would need; it stops there, early. Some
+    programs that it is told to go on with (``anyway``) end as "Invalid TPU program", so this is done only where bytes
+    of the host are wanted too.
+    """
+    from jaxllm.models.remat import on_host
+    from jaxllm.plan.remat_solver import StepBytes
+    from jaxllm.train.compile_step import compile_for
+    from sharding.isolate import OutOfDeviceMemory
+
+    try:
+        report = compile_for(run, on, progress=progress)
+    except OutOfDeviceMemory as over:
+        if not on_host(run.model.remat):
+            return StepBytes(over.need)
+        report = compile_for(run, on, progress=progress, anyway=True)
+    return StepBytes(report.total_bytes, report.host_bytes)
 
 
 def within_budget(

@@ -144,6 +144,11 @@ def moved_values(policy: Policy) -> tuple[str, ...]:
     return tuple(value for value, moved in _places(policy) if moved) if policy.startswith("save:") else ()
 
 
+def on_host(remat: str) -> bool:
+    """Whether a policy, or one of a list of policies, moves values to the host."""
+    return any(moved_values(policy) or offloaded_share(policy) is not None for policy, _ in parse(remat))
+
+
 def save_policy(values: Iterable[str], moved: Iterable[str] = ()) -> Policy:
     """Policy that keeps values of ``VALUES``, some of them on the host, in the shortest form; "full" if it keeps none.
 

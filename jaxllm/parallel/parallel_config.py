@@ -55,7 +55,7 @@ class ParallelConfig:
         layout: assignment of a row's tokens to devices over ``context`` (``pallas_kernels.ring_attention.layout``).
         schedule: pipeline schedule, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
             the run's ``accumulate``.
-        chunks: virtual stages per stage for the "interleaved" schedule; 0 for the default of the schedule.
+        chunks: virtual stages per stage for "interleaved", "gis" and "gis_min"; 0 for the default of the schedule.
         depths: layers (or groups, where a pattern repeats) of each virtual stage, in model order; empty for an even
             split.
         offload: share of a stage's layers whose activations are offloaded to host memory until the backward pass

@@ -385,8 +385,9 @@ def _schedules(run: RunConfig, stages: int, accumulate: int) -> Iterator[tuple[s
         yield run.parallel.schedule, ()
         return
     repeats = [repeats for _, repeats in run.model.segments]
-    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)):
-        if sum(repeats) < stages * chunks or (name == "interleaved" and accumulate % stages):
+    # "interleaved" has the bubble of "gis", and holds more.
+    for name, chunks in (("1f1b", 1), ("gis", 2), ("zb_h1", 1)):
+        if sum(repeats) < stages * chunks or (name == "gis" and accumulate % stages):
             continue
         depths = assign_units(repeats, stages * chunks)
         yield name, () if depths.even or chunks > 1 else tuple(int(n) for n in depths.counts.sum(1))

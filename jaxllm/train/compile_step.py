@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from jaxllm.train.step.step_builder import (
 )
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import jit_step
-from sharding.isolate import Progress, run_isolated
+from sharding.isolate import IsolatedError, Progress, run_isolated
 from sharding.topology import Topology
 
 
@@ -54,12 +55,21 @@ def compile_for(
 
     Raises:
         ShardingError: the topology is unknown, or the run does not fit a mesh of its devices.
-        OutOfDeviceMemory: the compiler says that the program exceeds device memory.
+        OutOfDeviceMemory: the compiler says that the program exceeds device memory; with ``anyway``, that it does not
+            finish it.
         CompilerMissing: the compiler is not installed; names the extra to install.
     """
     arguments = {"config": to_dict(step_settings(config)), "keep": None if keep is None else str(keep.absolute())}
     env = {"LIBTPU_INIT_ARGS": "--xla_tpu_no_crash_on_oom=true"} if anyway else None
-    report = run_isolated("jaxllm.train.compile_step:compile_here", on, arguments, progress=progress, env=env)
+    compile_isolated = functools.partial(
+        run_isolated, "jaxllm.train.compile_step:compile_here", on, arguments, progress=progress
+    )
+    try:
+        report = compile_isolated(env=env)
+    except IsolatedError as error:
+        if not anyway or "Invalid TPU program" not in str(error):
+            raise
+        report = compile_isolated()  # The compiler goes on with some programs only; of others it says what they need.
     return aot.CompileReport.from_json(report)
 
 

@@ -18,6 +18,13 @@ MUTANTS = [
         ("tests/parallel/test_pipeline_schedule.py::test_interleaved_divides_the_bubble_by_its_chunks",),
     ),
     Mutant(
+        "the_next_chunk_begins_before_gradients_are_there",
+        "jaxllm/parallel/pipeline/generalized_interleaving.py",
+        "-(-2 * stages // (3 * group))",
+        "-(-stages // (3 * group))",
+        ("tests/parallel/test_pipeline_schedule.py::test_groups_of_one_take_the_time_of_1f1b_and_hold_less",),
+    ),
+    Mutant(
         "zero_bubble_warms_up_as_1f1b",
         "jaxllm/parallel/pipeline/schedule_generators.py",
         '    fewer = 1 if name == "zb_h1" else 2\n',

@@ -73,7 +73,7 @@ MUTANTS = [
         TIME,
         "(work.stages - 1) * max(forward.compute, rest)",
         "(work.stages - 1) * forward.compute",
-        (f"{FORMULAS}::test_a_zero_bubble_is_that_of_its_timeline",),
+        (f"{FORMULAS}::test_a_bubble_that_depends_on_costs_is_that_of_its_timeline",),
     ),
     Mutant(
         "ring_attention_has_a_kernel_on_gpus",

@@ -181,7 +181,7 @@ def run_of(**fields: Any) -> RunConfig:
         ({}, 8, "6 layers (or groups of them) for 8 virtual stages"),
         ({"schedule": "interleaved", "accumulate": 2}, 4, "a multiple of the 4 stages: 4"),
         ({"depths": (1, 2)}, 2, "give 2 positive numbers, one for each virtual stage in model order, with sum 6"),
-        ({"chunks": 2}, 2, 'only "interleaved" takes other numbers'),
+        ({"chunks": 2}, 2, '"gis_min" take other numbers'),
         ({"offload": 0.5, "offload_chunks": "longest"}, 2, "give a schedule of several chunks and a share above 0"),
     ],
 )
@@ -238,7 +238,7 @@ def test_a_share_of_few_layers_is_one_of_them():
     assert assign_units([16], 2).offloaded(0.5) == (4,)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "v_min", "v_half", "v_zb"])
+@pytest.mark.parametrize("name", ["interleaved", "gis", "gis_min", "v_min", "v_half", "v_zb"])
 def test_the_longest_lived_chunks_are_offloaded_first(name):
     """As many layers as with the same share of every chunk, of the chunks whose activations wait longest; pools are of
     what lives at once there, and of nothing else."""

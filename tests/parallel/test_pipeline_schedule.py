@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jaxllm import cli
 from jaxllm.parallel.pipeline.offload_simulation import simulate_offload
 from jaxllm.parallel.pipeline.schedule import OpCosts, PipelineOp, ScheduleError, check
-from jaxllm.parallel.pipeline.schedule_generators import NAMES, VEES, make, peak_of_vee
+from jaxllm.parallel.pipeline.schedule_generators import INTERLEAVED, NAMES, VEES, make, peak_of_vee
+from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.parallel.pipeline.schedule_view import draw, text
 
 
@@ -22,7 +23,7 @@ def sizes(draw_: st.DrawFn) -> tuple[str, int, int, int]:
     """Arguments of ``make``; created in the test, since this takes long on a busy machine."""
     name = draw_(st.sampled_from(NAMES))
     stages = draw_(st.integers(2, 7))
-    chunks = draw_(st.integers(2, 4)) if name == "interleaved" else 0
+    chunks = draw_(st.integers(2, 4)) if name in INTERLEAVED else 0
     micro = stages * draw_(st.integers(1, 3)) if name == "interleaved" else draw_(st.integers(1, 16))
     return name, stages, micro, chunks
 
@@ -56,6 +57,34 @@ def test_interleaved_divides_the_bubble_by_its_chunks(stages, chunks, groups):
     schedule = make("interleaved", stages, micro, chunks)
     assert schedule.bubble() == pytest.approx((stages - 1) / (chunks * micro + stages - 1))
     assert schedule.peak == pytest.approx((2 * (stages - 1) + (chunks - 1) * stages + 1) / chunks)
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 8), st.integers(2, 4), st.integers(1, 4))
+def test_groups_of_the_stages_take_the_time_of_interleaved_and_hold_less(stages, chunks, groups):
+    """Generalized interleaving (arXiv:2503.01328): no more idle time whatever the passes take, as many ticks."""
+    micro = stages * groups
+    plain, made = make("interleaved", stages, micro, chunks), make("gis", stages, micro, chunks)
+    for costs in (OpCosts(), OpCosts(2, 1, 1), OpCosts(1, 1.5, 1.5)):
+        assert made.bubble(costs) == pytest.approx((stages - 1) / (chunks * micro + stages - 1))
+    assert tabulate(made).ticks == tabulate(plain).ticks
+    assert made.peak == stages
+    assert plain.peak > made.peak or groups == 1
+
+
+@settings(max_examples=15)
+@given(st.integers(2, 12), st.integers(2, 4), st.integers(0, 20))
+def test_groups_of_one_take_the_time_of_1f1b_and_hold_less(stages, chunks, more):
+    """With two chunks (P + K) / 2, K the least odd number from 2/3 P on; a quarter of P beside an offloaded chunk."""
+    micro = 2 * stages + more
+    made = make("gis_min", stages, micro, chunks)
+    for costs in (OpCosts(), OpCosts(2, 1, 1)):
+        assert made.bubble(costs) <= (stages - 1) / (micro + stages - 1) + 1e-12
+    if chunks == 2:
+        wait = -(-2 * stages // 3)
+        assert made.peak == (stages + wait + 1 - wait % 2) / 2
+        assert tabulate(made, {0}).saves == -(-stages // 2)
+        assert tabulate(make("interleaved", stages, 2 * stages), {0}).saves == stages
 
 
 @settings(max_examples=10)
@@ -124,11 +153,12 @@ def test_the_checker_refuses_what_is_wrong(sizes, number):
         (("1f1d", 4, 8), "there are gpipe, 1f1b, interleaved"),
         (("1f1b", 1, 8), "2 or more"),
         (("1f1b", 4, 0), "1 or more"),
-        (("1f1b", 4, 8, 2), '"1f1b" has 1; only "interleaved"'),
+        (("1f1b", 4, 8, 2), '"1f1b" has 1; "interleaved", "gis" and "gis_min"'),
         (("v_half", 4, 8, 3), '"v_half" has 2'),
         (("interleaved", 4, 6), "a multiple of the 4 stages: 4 or 8"),
         (("interleaved", 4, 3), "a multiple of the 4 stages: 4"),
         (("interleaved", 4, 8, 1), 'with 1 it is the schedule "1f1b"'),
+        (("gis", 4, 8, 1), '"gis" needs 2 or more'),
     ],
 )
 def test_illegal_sizes_say_what_is_legal(arguments, says):

@@ -227,6 +227,7 @@ def test_a_pipelines_bubble_shrinks_with_micro_batches():
 
 @pytest.mark.parametrize(("schedule", "stages", "micro", "chunks"), [
     ("gpipe", 2, 4, 0), ("1f1b", 4, 2, 0), ("1f1b", 4, 16, 0), ("interleaved", 2, 4, 4), ("interleaved", 4, 4, 2),
+    ("gis", 2, 4, 4),
 ])  # fmt: skip
 def test_a_pipelines_bubble_is_that_of_its_timeline(schedule, stages, micro, chunks, monkeypatch):
     """Idle over busy time of the busiest stage, as the schedule's operations come about one after the other.
@@ -247,25 +248,27 @@ def test_a_pipelines_bubble_is_that_of_its_timeline(schedule, stages, micro, chu
 
 @pytest.mark.parametrize("rest", [0.4, 1.0, 1.7])
 @pytest.mark.parametrize(("stages", "micro"), [(4, 2), (4, 4), (2, 8)])
-def test_a_zero_bubble_is_that_of_its_timeline(stages, micro, rest):
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb_h1", 0), ("gis", 2), ("gis_min", 3)])
+def test_a_bubble_that_depends_on_costs_is_that_of_its_timeline(schedule, chunks, stages, micro, rest):
     run = drawn(0)
     run = dataclasses.replace(
         run,
         mesh=f"stage={stages}",
         accumulate=micro,
         model=dataclasses.replace(run.model, layers=12),
-        parallel=dataclasses.replace(run.parallel, schedule="zb_h1"),
+        parallel=dataclasses.replace(run.parallel, schedule=schedule, chunks=chunks),
     )
     work = DeviceWork.of(run, MeshSpec.parse(run.mesh))
     forward = object.__new__(step_time._Pass)
     forward.compute = 1.0
     busy = micro * (1 + 2 * rest)
-    idle = make("zb_h1", stages, micro).bubble(OpCosts(1.0, rest, rest))
+    idle = make(schedule, stages, micro, chunks).bubble(OpCosts(1.0, rest, rest))
     assert step_time._bubble(work, busy, forward) == pytest.approx(busy * idle / (1 - idle), rel=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks"), [("gpipe", 0), ("1f1b", 0), ("zb_h1", 0), ("interleaved", 0), ("interleaved", 3)]
+    ("schedule", "chunks"),
+    [("gpipe", 0), ("1f1b", 0), ("zb_h1", 0), ("interleaved", 0), ("interleaved", 3), ("gis", 0), ("gis", 3)],
 )
 def test_slots_by_formula_are_those_of_the_table(schedule, chunks):
     """Fewer micro-batches than stages too: a stage holds no more activations than there are micro-batches."""

@@ -13,16 +13,18 @@ import pytest
 from jaxllm import cli
 from jaxllm.cli import memory_budget
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.memory_budget import MemoryBudget, fitted_here, without_budget
+from jaxllm.cli.memory_budget import MemoryBudget, fitted_here, measured_for, without_budget
 from jaxllm.config import ConfigError
 from jaxllm.models.remat import policies_by_layer
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.remat_solver import LOOPS, saved_bytes
 from jaxllm.train import RunConfig, TrainResult, compile_step
+from jaxllm.train.config import DataConfig
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.saved_inputs import host_inputs
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.model_flops import hardware_flops_per_token
+from tests import tiny
 from tests.train import runs
 
 KEPT = {"full": 0, "attention": 30, "elementwise": 40, "none": 180}
@@ -239,3 +241,12 @@ def test_the_step_is_compiled_for_the_devices_that_are_here(finished):
 def test_several_runs_in_one_step_have_remats_of_their_own(capsys):
     assert cli.main(["train", "quickstart", "--together", "runs.toml", "--within", "1"]) == 2
     assert "give each its model.remat" in capsys.readouterr().err
+
+
+def test_a_step_far_over_device_memory_is_measured():
+    """The compiler stops at such a step, and says what it would need; it was told to go on, and the search ended."""
+    model = dataclasses.replace(
+        tiny.decoder(dtype="float32", layers=2, vocab_size=512, mlp=512, remat="none"), dtype="bfloat16"
+    )
+    run = RunConfig(name="far over", model=model, mesh="data=1", data=DataConfig(batch_size=16384, seq_len=2048))
+    assert measured_for(run, "v5e:1x1").device > 2 * 2**34

@@ -1,4 +1,4 @@
-"""Generators of pipeline schedules: GPipe, 1F1B, interleaved 1F1B, zero bubble and V-shaped; see ``make``.
+"""Generators of pipeline schedules: GPipe, 1F1B, interleaved, zero bubble and V-shaped; see ``make``.
 
 A generator first orders the forward and backward operations of each stage. In zero-bubble schedules, which split the
 backward pass, the weight gradients (W) then fill idle time, or free activations for the next forward operation.
@@ -11,10 +11,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+from jaxllm.parallel.pipeline.generalized_interleaving import generalized_interleaved
 from jaxllm.parallel.pipeline.schedule import Kind, PipelineOp, Schedule, ScheduleError, check
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "v_min", "v_half", "v_zb"]
+Name = Literal["gpipe", "1f1b", "interleaved", "gis", "gis_min", "zb_h1", "zb_h2", "v_min", "v_half", "v_zb"]
 NAMES: tuple[Name, ...] = get_args(Name)
+INTERLEAVED = ("interleaved", "gis", "gis_min")
+"""Schedules with any number of chunks."""
 VEES = ("v_min", "v_half", "v_zb")
 
 
@@ -23,7 +26,7 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedul
     """Pipeline schedule by name, checked for correctness.
 
     Args:
-        chunks: virtual stages per stage; 0 for the default of the schedule (two for "interleaved" and V-shaped ones).
+        chunks: virtual stages per stage; 0 for the default of the schedule (two for interleaved and V-shaped ones).
 
     Raises:
         ScheduleError: there is no such schedule of these sizes; says which there are.
@@ -36,6 +39,8 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedul
         "gpipe": _gpipe,
         "1f1b": _one_f_one_b,
         "interleaved": _interleaved,
+        "gis": lambda p, m, v: generalized_interleaved("gis", p, m, v, group=p),
+        "gis_min": lambda p, m, v: generalized_interleaved("gis_min", p, m, v, group=1),
         "zb_h1": lambda p, m, v: _zero_bubble("zb_h1", p, m, warm=p, room=p),
         "zb_h2": lambda p, m, v: _zero_bubble("zb_h2", p, m, warm=2 * p - 1, room=2 * p - 1),
         "v_zb": _zero_bubble_vee,
@@ -48,7 +53,7 @@ def make(name: str, stages: int, micro_batches: int, chunks: int = 0) -> Schedul
 
 def default_chunks(name: str) -> int:
     """Default number of virtual stages per stage."""
-    return 2 if name in (*VEES, "interleaved") else 1
+    return 2 if name in (*VEES, *INTERLEAVED) else 1
 
 
 def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:
@@ -61,12 +66,12 @@ def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None
         raise ScheduleError(f"pipeline: {stages} stage: a pipeline needs 2 or more (the mesh axis stage).")
     if micro_batches < 1:
         raise ScheduleError(f"pipeline: micro_batches = {micro_batches}; give 1 or more.")
-    if name == "interleaved":
+    if name in INTERLEAVED:
         if chunks == 1 or chunks < 0:
             raise ScheduleError(
-                f'pipeline: chunks = {chunks}: "interleaved" needs 2 or more; with 1 it is the schedule "1f1b".'
+                f'pipeline: chunks = {chunks}: "{name}" needs 2 or more; with 1 it is the schedule "1f1b".'
             )
-        if micro_batches % stages:
+        if name == "interleaved" and micro_batches % stages:
             near = [n for n in (micro_batches // stages * stages, -(-micro_batches // stages) * stages) if n]
             raise ScheduleError(
                 f'pipeline: micro_batches = {micro_batches}: "interleaved" needs a multiple of the {stages} stages: '
@@ -74,7 +79,8 @@ def legal_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None
             )
     elif chunks not in (0, default_chunks(name)):
         raise ScheduleError(
-            f'pipeline: chunks = {chunks}: "{name}" has {default_chunks(name)}; only "interleaved" takes other numbers.'
+            f'pipeline: chunks = {chunks}: "{name}" has {default_chunks(name)}; "interleaved", "gis" and '
+            '"gis_min" take other numbers.'
         )
 
 

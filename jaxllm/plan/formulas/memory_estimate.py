@@ -273,6 +273,9 @@ def pipeline_slots(name: str, stages: int, micro: int, chunks: int) -> PipelineS
         chunks = chunks or default_chunks(name)
         most, warm = micro * chunks, 2 * (stages - 1) + (chunks - 1) * stages
         return PipelineSlots(min(most, warm + 1), 0, min(most, warm))
+    if name == "gis" and micro % stages == 0:
+        most = stages * (chunks or default_chunks(name))
+        return PipelineSlots(most, 0, most)
     made = tabulate(make(name, stages, micro, chunks))
     return PipelineSlots(made.saves, made.pendings, made.hosted)
 

@@ -396,19 +396,20 @@ def _bubble(work: DeviceWork, busy: float, forward: _Pass) -> float:
         return 0.0
     plan, micro = work.run.parallel, work.micro_batches
     chunks = plan.chunks or default_chunks(plan.schedule)
-    if plan.schedule in ("gpipe", "1f1b", "interleaved"):  # independent of the passes' lengths (docs/train/pipeline.md)
+    whole = plan.schedule == "gis" and micro % work.stages == 0
+    if whole or plan.schedule in ("gpipe", "1f1b", "interleaved"):  # independent of the passes' lengths (pipeline.md)
         idle = (work.stages - 1) / (chunks * micro + work.stages - 1)
     else:
         rest = (busy / micro - forward.compute) / 2
         if plan.schedule == "zb_h1" and micro >= work.stages:
             return (work.stages - 1) * max(forward.compute, rest)
-        idle = _idle(plan.schedule, work.stages, micro, round(rest / forward.compute, 1))
+        idle = _idle(plan.schedule, work.stages, micro, plan.chunks, round(rest / forward.compute, 1))
     return busy * idle / (1 - idle)
 
 
 @functools.lru_cache(maxsize=4096)
-def _idle(name: str, stages: int, micro: int, rest: float) -> float:
-    return make(name, stages, micro).bubble(OpCosts(1.0, rest, rest))
+def _idle(name: str, stages: int, micro: int, chunks: int, rest: float) -> float:
+    return make(name, stages, micro, chunks).bubble(OpCosts(1.0, rest, rest))
 
 
 def _up(number: float, to: int) -> float:

@@ -22,12 +22,15 @@ MESHES = [
     if stages * math.prod(sizes) == 8
 ]
 """All there are of 2, 4 and 8 stages."""
+GROUPED = ("gis", "gis_min")
+"""Generalized interleaved schedules, whose programs are those of "interleaved" in another order."""
 MATRIX = [
     (",".join(f"{axis}={n}" for axis, n in mesh.items()), schedule, kind)
     for mesh in MESHES
     for schedule in NAMES
     for kind in ("dense", "mixture")
     if kind == "mixture" or "expert" not in mesh
+    if schedule not in GROUPED
 ]
 CURVES = {"dense": 1e-8, "mixture": 1e-7}
 """Bounds of 20 steps."""
@@ -124,6 +127,36 @@ def longest_lived_chunks_float64(case: tuple[str, str]) -> dict[str, float]:
 )
 def schedules_float64(cell: tuple[str, str, str]) -> dict[str, float]:
     """Loss, each leaf's gradient and a 20-step AdamW curve, of every schedule on every mesh."""
-    loss, gradient, curve = compare(example_of(*cell), "float64", 20)
+    return _trained(cell)
+
+
+@proof(
+    "pipeline",
+    cases=[
+        (mesh, schedule, kind)
+        for schedule in GROUPED
+        for mesh, kind in (
+            ("stage=2", "dense"),
+            ("stage=4", "mixture"),
+            ("stage=8", "dense"),
+            ("stage=2,tensor=2,data=2", "mixture"),
+            ("stage=4,fsdp=2", "dense"),
+            ("stage=4,context=2", "mixture"),
+            ("stage=2,fsdp=2,expert=2", "mixture"),
+            ("stage=4,ulysses=2", "dense"),
+        )
+    ],
+    sample=1,
+    float64=True,
+    bound={"loss": 1e-10, "gradient": 1e-10, **{f"curve of 20 steps, {kind}": b for kind, b in CURVES.items()}},
+)
+def generalized_interleaving_float64(cell: tuple[str, str, str]) -> dict[str, float]:
+    """The same of generalized interleaved schedules, with two groups of micro-batches and a part of one."""
+    stages = int(cell[0][len("stage=")])
+    return _trained(cell, 2 * stages + 1)
+
+
+def _trained(cell: tuple[str, str, str], micro_batches: int | None = None) -> dict[str, float]:
+    loss, gradient, curve = compare(example_of(*cell, micro_batches), "float64", 20)
     curves = {f"curve of 20 steps, {kind}": curve if kind == cell[2] else 0.0 for kind in CURVES}
     return {"loss": loss, "gradient": gradient, **curves}

@@ -155,7 +155,10 @@ def offloaded_activations_are_on_the_host(case: tuple[str, str]) -> dict[str, fl
 
 CHUNKED = [name for name in NAMES if default_chunks(name) > 1]
 """Schedules of several chunks on a stage."""
-LONGEST = [*((name, on, STAGES) for name in CHUNKED for on in TOPOLOGIES), *(("interleaved", on, 16) for on in BIG)]
+LONGEST = [
+    *((name, on, STAGES) for name in CHUNKED for on in TOPOLOGIES),
+    *((name, on, 16) for name in ("interleaved", "gis_min") for on in BIG),
+]
 
 
 @proof("pipeline", cases=LONGEST, sample=1, bound={"host": 0.0, "device": 5.0}, counts=("saved",))

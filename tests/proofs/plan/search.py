@@ -70,7 +70,7 @@ def plans(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None) -> It
     stages, sequence = size.get("stage", 1), size.get("tensor", 1) > 1
     rows = run.data.batch_size // math.prod(size.get(name, 1) for name in ("data", "fsdp", "expert"))
     foldings = [f"expert={a},tensor={b}" for a in POWERS for b in POWERS] if run.model.mixtures else []
-    schedules = ("1f1b",) if stages == 1 else ("1f1b", "interleaved", "zb_h1")
+    schedules = ("1f1b",) if stages == 1 else ("1f1b", "interleaved", "gis", "zb_h1")
     contexts = ("ring", "by_need") if documents and size.get("context", 1) > 1 == stages else ("ring",)
     for experts, schedule, accumulate, context in itertools.product(
         ("", *foldings), schedules, (1, 2, 4, 8, 16), contexts

@@ -10,7 +10,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.memory_budget import MemoryBudget, budget_of, within_budget
+from jaxllm.cli.memory_budget import MemoryBudget, budget_of, measured_for, within_budget
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -79,7 +79,11 @@ def compile(argv: list[str]) -> int:
                 report = compile_for(config, on, progress=progress_line(), keep=keep, anyway=anyway)
             except OutOfDeviceMemory as error:
                 print(memory_overflow(config, topology, error))
-                print("--anyway lists the arrays that take the memory.")
+                print(
+                    "The compiler does not finish this program anyway, so its arrays are not known."
+                    if anyway
+                    else "--anyway lists the arrays that take the memory."
+                )
                 return 1
             print(report)
             _print_rollouts(config, on, report)
@@ -158,12 +162,9 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
     from jaxllm.models.remat import RematError
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.remat_solver import StepBytes
-    from jaxllm.train.compile_step import compile_for
 
     def measure(run: RunConfig) -> StepBytes:
-        told = progress_line(f"remat {run.model.remat}: ")
-        report = compile_for(run, topology.name, progress=told, anyway=True)
-        return StepBytes(report.total_bytes, report.host_bytes)
+        return measured_for(run, topology.name, progress_line(f"remat {run.model.remat}: "))
 
     try:
         cluster = None if budget.host is None else Cluster.parse(topology.name)

@@ -32,10 +32,10 @@ def pipeline(argv: list[str]) -> int:
         """Draws a pipeline schedule as text, with its bubble and the activations held per stage.
 
         Args:
-            name: gpipe, 1f1b, interleaved, zb_h1, zb_h2, v_min, v_half or v_zb; "all" compares them.
+            name: gpipe, 1f1b, interleaved, gis, gis_min, zb_h1, zb_h2, v_min, v_half or v_zb; "all" compares them.
             stages: number of pipeline stages (devices).
             micro_batches: number of micro-batches per step.
-            chunks: virtual stages per stage, for "interleaved"; 0 for the schedule's own number.
+            chunks: virtual stages per stage, for "interleaved", "gis" and "gis_min"; 0 for the schedule's own number.
             costs: time of a stage's forward pass, of its backward pass for the input, and for the weights.
             offload: time to copy the activations of a stage's micro-batch to its host, in the unit of ``costs``: prints
                 what each stage holds with activation offload.
