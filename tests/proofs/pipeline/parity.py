@@ -136,8 +136,8 @@ def schedules_float64(cell: tuple[str, str, str]) -> dict[str, float]:
         (mesh, schedule, kind)
         for schedule in GROUPED
         for mesh, kind in (
-            ("stage=2", "dense"),
-            ("stage=4", "mixture"),
+            ("stage=2,data=4", "dense"),
+            ("stage=4,expert=2", "mixture"),
             ("stage=8", "dense"),
             ("stage=2,tensor=2,data=2", "mixture"),
             ("stage=4,fsdp=2", "dense"),
