@@ -38,7 +38,7 @@ def solve_placement(request: FitRequest, model: ModelBytes, sequences: int) -> O
         if limits.disk is not None and sum(model.units) > limits.host:
             rates = rates.cold()  # the page cache has no room for the files
         batches = sorted({2**n for n in range(sequences.bit_length())} | {sequences})
-        found = fit(model, rates, limits, batches, request.windows)
+        found = fit(model, rates, limits, batches, request.windows, request.loaders)
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
     best = max(found, key=lambda one: one.tokens_per_second)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
-from jaxllm.infer.streaming.placement_fit import WINDOWS, TierLimits
+from jaxllm.infer.streaming.placement_fit import LOADERS, WINDOWS, TierLimits
 
 USAGE = "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,window=LAYERS,loaders=THREADS"
 SHARE = 0.9
@@ -30,7 +30,7 @@ class FitRequest:
         rates: file of ``TierRates``; None: those of data sheets.
         length: tokens of a sequence.
         windows: windows to choose from.
-        loaders: threads that read layers.
+        loaders: numbers of threads that read layers to choose from.
         prompt: of ``length``, tokens of the prompt, for a throughput with prefill; None: decoding alone is predicted.
     """
 
@@ -40,7 +40,7 @@ class FitRequest:
     rates: Path | None = None
     length: int = 1024
     windows: tuple[int, ...] = WINDOWS
-    loaders: int = 2
+    loaders: tuple[int, ...] = (OffloadBudget.loaders,)
     prompt: int | None = None
 
     @classmethod
@@ -82,7 +82,7 @@ class FitRequest:
             Path(own["rates"]) if "rates" in own else None,
             length,
             (limits.window,) if "window" in given else WINDOWS,
-            limits.loaders,
+            (limits.loaders,) if "loaders" in given else LOADERS if limits.disk else (limits.loaders,),
             int(own["prompt"]) if "prompt" in own else None,
         )
 
@@ -102,7 +102,7 @@ class FitRequest:
                 raise ValueError(f"fit: a {kind} does not say how much memory it has: give it, such as device=4GiB.")
             most = int(SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
         host = int(SHARE * free_host_bytes()) if self.host is None else self.host
-        return TierLimits(most, host, self.disk, self.length, self.loaders)
+        return TierLimits(most, host, self.disk, self.length, max(self.loaders))
 
 
 def free_host_bytes() -> int:

@@ -2,16 +2,19 @@
 
 FlexGen's linear program (arXiv:2303.06865, section 4.3): the time of a step is the longest of computing, copies from
 the host and reads from the disk, which overlap; its variables are the shares of the weights by tier, and batch size and
-window are enumerated. The KV cache and the activations are on the device, where the runner has them, so their bytes are
-constants here. The result is an ``OffloadBudget``, as if it had been given by hand.
+window are enumerated. So is the number of loaders, each of which has a layer's buffer in host memory, as Hermes chooses
+it under a memory budget (arXiv:2409.04249): more read faster, as far as the disk goes, and leave less room for layers
+on the host. The KV cache and the activations are on the device, where the runner has them, so their bytes are constants
+here. The result is an ``OffloadBudget``, as if it had been given by hand.
 
 Legend of the program: d, h, k shares of the weights on device, host and disk; T seconds of a step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +28,8 @@ from jaxllm.infer.streaming.tier_rates import TierRates
 PREFERENCE = 1e-6
 """Cost of a share on the host, and twice that on the disk, in steps: equal times go to the faster tier."""
 WINDOWS = (1, 2, 3, 4)
+LOADERS = (1, 2, 3, 4)
+"""Numbers of threads to choose from, where layers are read from files."""
 
 
 class DoesNotFitError(ValueError):
@@ -189,8 +194,15 @@ def fit(
     limits: TierLimits,
     batches: Sequence[int],
     windows: Sequence[int] = WINDOWS,
+    loaders: Sequence[int] = (),
 ) -> list[FittedPlacement]:
-    """The best placement for each batch size that fits, over windows.
+    """The best placement for each batch size that fits, over windows and numbers of loaders.
+
+    Args:
+        model, rates, limits: what is placed, how fast it is, and where.
+        batches: batch sizes.
+        windows: to choose from.
+        loaders: to choose from; none: those of ``limits``.
 
     Raises:
         DoesNotFitError: none fits.
@@ -198,16 +210,18 @@ def fit(
     found = []
     for batch in batches:
         ways = []
-        for window in windows:
-            shares = solve(model, rates, limits, batch, window)
+        for window, readers in itertools.product(windows, loaders or (limits.loaders,)):
+            own = replace(limits, loaders=readers)
+            shares = solve(model, rates, own, batch, window)
             if shares is not None:
-                host = room(model, limits, batch, window)[1]
-                way = predict(model, rates, _budget(shares, model, limits, host, window), batch)
+                host = room(model, own, batch, window)[1]
+                way = predict(model, rates, _budget(shares, model, own, host, window), batch)
                 ways += [way] if way.bytes["host"] <= host else []  # whole layers may have no room where shares have
         if ways:
-            found.append(min(ways, key=lambda way: (way.seconds, way.budget.window)))
+            found.append(min(ways, key=lambda way: (way.seconds, way.budget.window, way.budget.loaders)))
     if not found:
-        device, host = room(model, limits, min(batches), min(windows))
+        fewest = replace(limits, loaders=min(loaders or (limits.loaders,)))
+        device, host = room(model, fewest, min(batches), min(windows))
         raise DoesNotFitError(
             f"no placement fits: the layers have {sum(model.units) / 2**30:.2f} GiB. Beside embedding, head, a window "
             f"and the KV cache of {min(batches)} x {limits.length} tokens {device / 2**30:.2f} GiB are left on the "
@@ -228,11 +242,13 @@ def show(found: Sequence[FittedPlacement]) -> str:
     """Table of placements, by batch size."""
     gib = lambda size: f"{size / 2**30:8.2f}"  # noqa: E731
     lines = [
-        f"{'batch':>5} {'window':>6} {'device':>8} {'host':>8} {'disk GiB':>8} {'ms/step':>9} {'tokens/s':>9}  limit"
+        f"{'batch':>5} {'window':>6} {'loaders':>7} {'device':>8} {'host':>8} {'disk GiB':>8} {'ms/step':>9} "
+        f"{'tokens/s':>9}  limit"
     ]
     for one in found:
         lines.append(
-            f"{one.batch:5} {one.budget.window:6} {gib(one.bytes['device'])} {gib(one.bytes['host'])} "
-            f"{gib(one.bytes['disk'])} {1e3 * one.seconds:9.1f} {one.tokens_per_second:9.1f}  {one.limit}"
+            f"{one.batch:5} {one.budget.window:6} {one.budget.loaders:7} {gib(one.bytes['device'])} "
+            f"{gib(one.bytes['host'])} {gib(one.bytes['disk'])} {1e3 * one.seconds:9.1f} "
+            f"{one.tokens_per_second:9.1f}  {one.limit}"
         )
     return "\n".join(lines)
