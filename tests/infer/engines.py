@@ -23,7 +23,8 @@ from jaxllm.infer.speculate.layer_parallel_draft import LayerParallelProposer
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
 from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
-from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
+from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.models import (
     AttentionConfig,
@@ -176,19 +177,26 @@ def build(
     *,
     apart: bool = False,
     placement: WeightPlacement | None = None,
+    slices: int = 0,
     params: Any = None,
     **fields: Any,
 ) -> Engine:
-    """An engine whose programs compile fast; with ``placement`` its weights are streamed; ``params``: other weights."""
+    """An engine whose programs compile fast; with ``placement`` its weights are streamed, with ``slices`` its layers
+    are cut; ``params``: other weights.
+    """
     params = params_of(model, dtype) if params is None else params
     params = unstack_layers(params) if apart else params
+    served = functional(model_of(model, dtype))
     if placement is not None:
         ends = {name: value for name, value in params.items() if name != "segments"}
-        params = StreamedWeights.of(functional(model_of(model, dtype)), ends, LoadedLayers(params), placement, [model])
+        layers: LayerStore = LoadedLayers(params)
+        if slices:
+            layers, served = SlicedLayers(layers, served.config, slices), sliced_model(served, slices)
+        params = StreamedWeights.of(served, ends, layers, placement, [model, slices])
         config = replace(config, layer_window=placement.window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick.jit)
-        return Engine.of(functional(model_of(model, dtype)), params, config, strict=True, **fields)
+        return Engine.of(served, params, config, strict=True, **fields)
 
 
 def draft(engine: Engine, config: DecoderConfig, params: Any) -> DraftModelProposer:

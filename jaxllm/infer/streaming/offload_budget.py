@@ -16,7 +16,7 @@ from jaxllm.infer.streaming.experts.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
-USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)}"
+USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N"
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
@@ -35,6 +35,8 @@ class OffloadBudget:
         evict: which expert leaves.
         experts_host: bytes of experts in the host's memory, the others in files of ``disk``; None: all.
         absent: who computes experts that are in no slot, see ``WeightPlacement``.
+        slices: slices of each dense feed-forward layer, which are its experts then, see ``mlp_slices``; 0: layers are
+            whole.
     """
 
     window: int = 2
@@ -46,6 +48,7 @@ class OffloadBudget:
     experts_host: int | None = None
     evict: Eviction = "lru"
     absent: AbsentExperts = "load"
+    slices: int = 0
 
     @classmethod
     def parse(cls, text: str, *, limits: bool = False) -> OffloadBudget:
@@ -63,7 +66,7 @@ class OffloadBudget:
             name, _, value = part.partition("=")
             if name in found:
                 raise ValueError(f"{name} is given twice in {text!r}.")
-            if name in ("window", "loaders", "experts") and value.isdecimal() and int(value):
+            if name in ("window", "loaders", "experts", "slices") and value.isdecimal() and int(value):
                 found[name] = int(value)
             elif name in ("device", "host", "experts_host") and (
                 number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)
@@ -79,6 +82,8 @@ class OffloadBudget:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
         if not {"absent", "experts_host"}.isdisjoint(found) and "experts" not in found:
             raise ValueError(f"{text!r} says what becomes of absent experts; give experts=SLOTS too.")
+        if "slices" in found and "experts" not in found:
+            raise ValueError(f"{text!r} cuts layers into slices; give experts=SLOTS, how many are on the device, too.")
         if "experts_host" in found and "disk" not in found:
             raise ValueError(f"{text!r} limits the experts on the host; give disk=DIR for files of the others.")
         if "disk" in found:
@@ -94,6 +99,7 @@ class OffloadBudget:
         if self.experts:
             parts += [] if self.experts_host is None else [f"experts_host={self.experts_host}B"]
             parts += [f"experts={self.experts}", f"evict={self.evict}", f"absent={self.absent}"]
+            parts += [f"slices={self.slices}"] if self.slices else []
         return ",".join(parts)
 
     def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:

@@ -14,6 +14,7 @@ from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.hub import HubError, find_model
 from jaxllm.infer.runner.paged_cache import layer_groups
+from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
 from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import ModelBytes
@@ -59,6 +60,15 @@ def open_streamed(
     else:
         loaded, layers = open_layers(path, dtype=dtype, weights=weights)
         ends = loaded.params
+    cut = isinstance(budget, OffloadBudget) and budget.slices
+    if cut:
+        if weights != "plain":
+            raise HubError(f"slices are cut of plain weights, and weights = {weights!r} are packed; leave one out.")
+        try:
+            model = sliced_model(loaded.model, cut)
+        except ValueError as error:
+            raise HubError(f"--offload: {error}") from None
+        layers, loaded = SlicedLayers(layers, loaded.model.config, cut), replace(loaded, model=model)
     units = units_of(loaded.model.config.segments)
     placed = WithoutExperts(layers) if slots else layers
     sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
@@ -66,7 +76,14 @@ def open_streamed(
     if not isinstance(budget, OffloadBudget):
         budget = budget(model_bytes(loaded.model, unit_bytes, ends))
     placement = budget.placement(unit_bytes)
-    key = [str(path.resolve()), _changed(path), str(dtype), weights, str(loaded.step)]
+    key = [
+        str(path.resolve()),
+        _changed(path),
+        str(dtype),
+        weights,
+        str(loaded.step),
+        *([f"{cut} slices"] if cut else []),
+    ]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
 

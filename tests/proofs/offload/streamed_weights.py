@@ -122,6 +122,46 @@ def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
         return {"logprobs": engines.error(model, "float64", made), **{n: float(x) for n, x in seen.items()}}
 
 
+GATED = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "deepseek_v3")
+"""Models with dense gated layers."""
+
+
+@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("loads", "on_host"))
+def sliced_layers_are_resident(seed: int) -> dict[str, float]:
+    """Random traffic over dense models whose feed-forward layers are cut into slices, any number of which have slots,
+    the others on the host or in files, copied or computed by the host's processor by any choice, with measured costs.
+    """
+    rng = np.random.default_rng(seed)
+    model, way = str(rng.choice(GATED)), str(rng.choice([way for way in WAYS if way != "invariant"]))
+    config, architecture = engines.ENGINES[way], engines.model_of(model, "float64")
+    dense = [block.mlp.hidden for block in architecture.blocks if block.mlp.mixture is None]
+    mixtures = [moe.experts for block in architecture.blocks if (moe := block.mlp.mixture) is not None]
+    slices = int(rng.choice([n for n in range(2, 9) if not any(hidden % n for hidden in dense)]))
+    with tempfile.TemporaryDirectory() as folder:
+        units = sum(repeats for _, repeats in architecture.segments)
+        placement = dataclasses.replace(
+            drawn(rng, units + 1, Path(folder)),
+            expert_slots=int(rng.integers(1, min(slices, *mixtures, slices) + 1)),
+            absent=str(rng.choice(list(SCHEDULES))),  # type: ignore[arg-type]
+        )
+        if placement.disk is not None and rng.random() < 0.7:
+            placement = dataclasses.replace(placement, expert_host_bytes=int(rng.choice([0, 3000, 10000])))
+        engine = engines.build(config, model, "float64", placement=placement, slices=slices)
+        counter = Compilations()
+        requests = engines.traffic(rng, config, 5)
+        with counter:
+            made = engines.serve(engine, requests)
+        assert not counter.names
+        assert isinstance(engine.runner, StreamedRunner)
+        stage = engine.runner.experts
+        assert stage is not None
+        assert all(mixtures or own.slots == placement.expert_slots for own in stage.slots.values())
+        assert mixtures or stage.counts.wanted == slices * len(dense) * engine.metrics.steps
+        engine.runner.close()
+        seen = {"loads": float(stage.counts.loads), "on_host": float(stage.counts.on_host)}
+        return {"logprobs": engines.error(model, "float64", made), **seen}
+
+
 CASES = list(itertools.product(("llama", "gemma3", "mixtral"), FORMATS))
 
 
