@@ -68,7 +68,9 @@ def load_with_progress(
                 else functools.partial(solve_placement, request, sequences=sequences)
             )
             kept = "plain" if weights == "auto" else weights
-            loaded = open_streamed(name, budget, dtype=dtype, weights=kept, progress=tell)
+            devices = 1 if over is None else over.size
+            loaded = open_streamed(name, budget, dtype=dtype, weights=kept, devices=devices, progress=tell)
+            loaded = loaded if over is None else dataclasses.replace(loaded, mesh=over)
         else:
             there = loading_mesh(over, pooled=pools is not None and are_attention_pools(pools))
             loaded = load_model(name, mesh=there, dtype=dtype, layers=layers, weights=weights, progress=tell)
@@ -96,14 +98,23 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
     """
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
+    from sharding import MeshSpec
 
     if offload is None:
         return
-    if mesh is not None:
-        raise UsageError("--offload is for one device; leave --mesh out.")
     try:
-        if FitRequest.parse(offload) is None:
-            OffloadBudget.parse(offload)
+        solved, experts = FitRequest.parse(offload) is not None, False
+        if not solved:
+            experts = OffloadBudget.parse(offload).experts > 0
+        if mesh is not None:
+            if solved or experts:
+                raise ValueError(
+                    f"{'fit places layers' if solved else 'experts in slots are'} for one device; give a budget of "
+                    "whole layers, or leave --mesh out."
+                )
+            sizes = dict(MeshSpec.parse(mesh).axes)
+            if other := [f"{name}={size}" for name, size in sizes.items() if size > 1 and name != "tensor"]:
+                raise ValueError(f"streamed weights are divided over tensor alone, not {', '.join(other)}.")
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
 

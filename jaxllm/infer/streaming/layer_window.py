@@ -8,6 +8,7 @@ arXiv:2410.08791).
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import time
 import weakref
@@ -87,8 +88,9 @@ class LayerWindow:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the units that stay."""
-        return sum(x.nbytes for x in jax.tree.leaves(self._held))
+        """Bytes on a device of the units that stay."""
+        leaves = jax.tree.leaves(self._held)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
     def resident(self, unit: Unit) -> Any:
         """Weights of a unit that stays on the device; None of one that is streamed."""

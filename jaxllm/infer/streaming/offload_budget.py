@@ -102,13 +102,14 @@ class OffloadBudget:
             parts += [f"slices={self.slices}"] if self.slices else []
         return ",".join(parts)
 
-    def placement(self, unit_bytes: Sequence[int]) -> WeightPlacement:
+    def placement(self, unit_bytes: Sequence[int], devices: int = 1) -> WeightPlacement:
         """Places units of these sizes, in order.
 
         Args:
             unit_bytes: bytes of each unit of the model, without experts where these have slots.
+            devices: devices that they are divided over, of each of which ``device`` says the bytes.
         """
-        on_device = _most(unit_bytes, self.device)
+        on_device = _most(unit_bytes, self.device * devices)
         others = spread(unit_bytes, on_device)[1]
         on_host = None if self.host is None else _most(others, self.host)
         return WeightPlacement(

@@ -31,6 +31,7 @@ def open_streamed(
     *,
     dtype: str | None = None,
     weights: str = "plain",
+    devices: int = 1,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
     """A model whose parameters are ``StreamedWeights``.
@@ -38,6 +39,7 @@ def open_streamed(
     Args:
         name, dtype, weights: see ``load_model``. A run is loaded whole first.
         budget: how many bytes of its layers may be where; or what chooses that, of the model's bytes.
+        devices: devices that layers are to be divided over, of each of which the budget says the bytes.
         progress: called with "layers", how many are in their places, and of how many.
 
     Raises:
@@ -75,7 +77,7 @@ def open_streamed(
     unit_bytes = [sizes[unit.segment] for unit in units]
     if not isinstance(budget, OffloadBudget):
         budget = budget(model_bytes(loaded.model, unit_bytes, ends))
-    placement = budget.placement(unit_bytes)
+    placement = budget.placement(unit_bytes, devices)
     key = [
         str(path.resolve()),
         _changed(path),

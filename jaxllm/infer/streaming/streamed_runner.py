@@ -22,6 +22,7 @@ from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.streaming.experts.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import Unit
+from jaxllm.infer.streaming.sharded_layers import over_mesh
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
@@ -30,7 +31,7 @@ from jaxllm.models.packed_weight import batch_dependent_formats
 
 
 class StreamedRunner(ModelRunner):
-    """Runner of a model on one device that need not hold its weights; see ``ModelRunner``.
+    """Runner of a model on devices that need not hold its weights; see ``ModelRunner``.
 
     Args:
         model: the model.
@@ -50,14 +51,16 @@ class StreamedRunner(ModelRunner):
     def __init__(
         self, model: Functional, params: Any, config: EngineConfig, *, weights: StreamedWeights, **options: Any
     ):
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        place: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(device)
         if (mesh := options.get("mesh")) is not None and mesh.size > 1:
-            raise ValueError(f"streamed weights are for one device, not for a mesh of {mesh.size}: leave the mesh out.")
+            weights, device = over_mesh(weights, model, mesh), mesh.devices.flat[0]
+            place = jax.NamedSharding(mesh, jax.P())
+        self._everywhere = place
         self.units = weights.units
         self._broken: BaseException | None = None
-        device = next(iter(jax.tree.leaves(params)[0].devices()))
         self.window = weights.window(device)
         self._layers = self._abstract_layers()
-        place = jax.sharding.SingleDeviceSharding(device)
         self.experts: ExpertStage | None = None
         if weights.experts:
             self.experts = ExpertStage(weights.experts, weights.placement, place, config.max_batched_tokens)
@@ -66,7 +69,8 @@ class StreamedRunner(ModelRunner):
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step."
             )
         of_unit = max(
-            sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in self._layers.values()
+            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            for tree in self._layers.values()
         )
         options["reserved_bytes"] = (
             options.get("reserved_bytes", 0)
@@ -80,7 +84,7 @@ class StreamedRunner(ModelRunner):
             self.window.close()
             raise
         blocks = model.config.layers
-        self._numbers = [put(np.int32(number), self._per_replica) for number in range(blocks)]
+        self._numbers = [put(np.int32(number), self._everywhere) for number in range(blocks)]
 
     def _abstract_layers(self) -> dict[int, Any]:
         """Shapes of the weights of a unit of each segment, of which all units must be alike."""
@@ -104,10 +108,11 @@ class StreamedRunner(ModelRunner):
         """See ``ModelRunner``: the beginning of a step, one repeat of each segment, and the end."""
         step, inputs, key = StreamedStep(self._step(shape)), self._abstract_inputs(shape), config_key(shape)
         ends, pools = self._abstract_weights, self._abstract_pools()
-        place = jax.sharding.SingleDeviceSharding(self.window.device)
+        place = self._everywhere
         one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)  # noqa: E731
         begin = {"params": ends, "pools": pools, "last": inputs["last"], "packed": inputs["packed"]}
-        _, batch, hidden, evicted = one(jax.eval_shape(step.begin, *begin.values()))
+        with self._on_mesh():
+            _, batch, hidden, evicted = one(jax.eval_shape(step.begin, *begin.values()))
         programs = [EngineProgram(f"{shape.name}-begin", step.begin, begin, ("pools",), key)]
         around = {"params": ends, "pools": pools, "batch": batch, "hidden": hidden}
         for segment, weights in self._layers.items():
@@ -138,7 +143,8 @@ class StreamedRunner(ModelRunner):
                 "a step was broken off, and the KV cache may be lost: build the engine again."
             ) from self._broken
         try:
-            return self._run(shape, packed, masks)
+            with self._on_mesh():
+                return self._run(shape, packed, masks)
         except WeightsUnavailableError as error:
             # It was raised between two programs: the pools are those that the last one has returned.
             self.window.restart()

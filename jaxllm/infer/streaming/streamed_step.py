@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jaxtyping import Array, Int
 
 import sharding
@@ -52,7 +53,12 @@ class StreamedStep:
             batch = self.step.flat_batch(packed, last)
             hidden = self.step.model.stream(self.step.model.embed(params, batch.tokens, batch.positions))
             tree = None if batch.tree is None else tuple(batch.tree)
-            return pools, tuple(batch._replace(tree=tree)), hidden, evictions.get(EVICTIONS)
+            # On a mesh the programs of layers take these as they lie: whole on every device.
+            fields, hidden, evicted = jax.tree.map(
+                lambda x: sharding.constrain(x, *(None,) * x.ndim),
+                (tuple(batch._replace(tree=tree)), hidden, evictions.get(EVICTIONS)),
+            )
+            return pools, fields, hidden, evicted
 
     def group(
         self,
@@ -82,6 +88,7 @@ class StreamedStep:
             else:
                 module = model.block(segment, int(block), weights, first, gated=isinstance(hidden, GatedStream))
                 hidden, ctx = module(hidden, inputs.positions, first, ctx)
+            hidden = jax.tree.map(lambda x: sharding.constrain(x, *(None,) * x.ndim), hidden)
         assert isinstance(ctx, PagedCache)
         return ctx.pools, hidden
 
