@@ -177,6 +177,14 @@ class OffloadedDeployment(Deployment):
         )
 
     @property
+    def where(self) -> str:
+        """All devices: of weights, and of attention."""
+        counts: dict[str, int] = {}
+        for one, count in self.kinds:
+            counts[one.name] = counts.get(one.name, 0) + count
+        return " and ".join(f"{count} x {name}" for name, count in counts.items())
+
+    @property
     def bandwidth(self) -> float:
         """Bytes per second between both parts."""
         if self.link is not None:

@@ -98,6 +98,11 @@ class Deployment:
         formats += ["kv span"] if self.engine.kv_span else []
         return f"{many}{_mesh_name(self.mesh)}, {', '.join(formats)}"
 
+    @property
+    def where(self) -> str:
+        """All devices."""
+        return self.cluster.name
+
     @functools.cached_property
     def engine_cluster(self) -> Cluster:
         """Devices of one engine.

@@ -35,7 +35,7 @@ def use_lines(figures: Figures) -> list[tuple[str, str]]:
 
 def text_report(simulation: Simulation, figures: Figures, knee: float | None = None) -> str:
     """Table of a simulation: the one of ``jaxllm bench serve``, use of the devices, cost and energy."""
-    lines = [f"{simulation.deployment.name} on {simulation.deployment.cluster.name}, {simulation.trace.name}"]
+    lines = [f"{simulation.deployment.name} on {simulation.deployment.where}, {simulation.trace.name}"]
     lines.append(load_benchmark.show(figures))
     lines += [f"{name:36}{value}" for name, value in use_lines(figures)]
     if knee is not None:
@@ -59,7 +59,7 @@ def router_table(simulations: Mapping[str, Simulation]) -> str:
 
 def html_report(simulation: Simulation, figures: Figures, curve: RateCurve = (), knee: float = 0.0) -> str:
     """Report of a simulation, as HTML."""
-    title = f"{simulation.deployment.name} on {simulation.deployment.cluster.name}"
+    title = f"{simulation.deployment.name} on {simulation.deployment.where}"
     slo = figures["slo"]
     tiles = [
         ("requests/s", f"{figures['requests_per_second']:.3g}"),

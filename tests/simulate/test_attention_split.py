@@ -19,6 +19,7 @@ from jaxllm.simulate.attention_split import (
     split_of,
 )
 from jaxllm.simulate.pool_search import spent
+from jaxllm.simulate.simulation_report import text_report
 from tests.infer import engines
 from tests.simulate.served import MODEL, deployment
 
@@ -100,6 +101,8 @@ def test_the_engine_decodes_one_token_a_step():
     assert [each.result.tokens for each in found.requests] == [20] * 10
     figures = found.figures(ServiceObjective(1.0, 0.05))
     assert figures["devices"] == 6
+    first = text_report(found, figures).splitlines()[0]
+    assert first.endswith(f"on 2 x {h100.name} and 4 x {a100.name}, {found.trace.name}"), "devices of both parts"
     assert figures["kilowatt_hours"] is None
 
 
