@@ -69,8 +69,11 @@ def pools(schedule: str, micro_batches: int) -> tuple[int, int, int]:
         assert made.peak <= peak_of_vee(schedule, STAGES)
     else:
         p, m = STAGES, micro_batches
-        peaks = {"gpipe": m, "1f1b": min(m, p), "zb_h1": min(m, p), "zb_h2": min(m, 2 * p - 1)}
-        assert made.peak == peaks.get(schedule, (2 * (p - 1) + p + 1) / 2)
+        peaks = {
+            "gpipe": m, "1f1b": min(m, p), "interleaved": (2 * (p - 1) + p + 1) / 2, "gis": min(m, p),
+            "gis_min": (p + 3) / 2, "zb_h1": min(m, p), "zb_h2": min(m, 2 * p - 1),
+        }  # fmt: skip
+        assert made.peak == peaks[schedule]
     assert table.saves == made.peak * made.chunks
     one = ROWS * LENGTH * WIDTH * 4
     return table.saves, table.messages, one * (2 * table.saves + table.messages + 1)
