@@ -51,6 +51,7 @@ def load_with_progress(
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
     from jaxllm.infer.streaming.open_streamed import open_streamed
+    from jaxllm.infer.streaming.sharded_layers import check_streamed_mesh
     from jaxllm.infer.streaming.streamed_weights import StreamedWeights
     from jaxllm.quant import describe_packed
 
@@ -59,6 +60,11 @@ def load_with_progress(
             f"--generation-config {generation_config}: give auto, none, or a directory with a generation_config.json."
         )
     over = None if mesh is None else mesh_of(mesh)
+    if offload is not None and over is not None:
+        try:
+            check_streamed_mesh(over)
+        except ValueError as error:
+            raise UsageError(f"--mesh {mesh} with --offload: {error}") from None
     with _tensor_progress(name, progress) as tell:
         if offload is not None:
             request = FitRequest.parse(offload)
@@ -68,9 +74,7 @@ def load_with_progress(
                 else functools.partial(solve_placement, request, sequences=sequences)
             )
             kept = "plain" if weights == "auto" else weights
-            devices = 1 if over is None else over.size
-            loaded = open_streamed(name, budget, dtype=dtype, weights=kept, devices=devices, progress=tell)
-            loaded = loaded if over is None else dataclasses.replace(loaded, mesh=over)
+            loaded = open_streamed(name, budget, dtype=dtype, weights=kept, mesh=over, progress=tell)
         else:
             there = loading_mesh(over, pooled=pools is not None and are_attention_pools(pools))
             loaded = load_model(name, mesh=there, dtype=dtype, layers=layers, weights=weights, progress=tell)
@@ -98,7 +102,6 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
     """
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
-    from sharding import MeshSpec
 
     if offload is None:
         return
@@ -106,15 +109,11 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
         solved, experts = FitRequest.parse(offload) is not None, False
         if not solved:
             experts = OffloadBudget.parse(offload).experts > 0
-        if mesh is not None:
-            if solved or experts:
-                raise ValueError(
-                    f"{'fit places layers' if solved else 'experts in slots are'} for one device; give a budget of "
-                    "whole layers, or leave --mesh out."
-                )
-            sizes = dict(MeshSpec.parse(mesh).axes)
-            if other := [f"{name}={size}" for name, size in sizes.items() if size > 1 and name != "tensor"]:
-                raise ValueError(f"streamed weights are divided over tensor alone, not {', '.join(other)}.")
+        if mesh is not None and (solved or experts):
+            raise ValueError(
+                f"{'fit places layers' if solved else 'experts in slots are'} for one device; give a budget of "
+                "whole layers, or leave --mesh out."
+            )
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +18,8 @@ from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.models import functional
+from jaxllm.quant.formats.format_table import packing
+from jaxllm.quant.packing import packed_weight
 from tests import quick
 from tests.infer import engines
 
@@ -72,14 +77,23 @@ def test_slices_that_are_not_on_the_device_change_no_token(
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"do not divide the 12 hidden units; up to 64: \[2, 3, 4, 6, 12\]"):
+    with pytest.raises(ValueError, match=r"do not divide the 12 hidden units; legal: \[2, 3, 4, 6, 12\]"):
         sliced_model(functional(engines.MODELS["gemma2"]), 5)
     with pytest.raises(ValueError, match="gated"):
         sliced_model(functional(engines.MODELS["gpt2"]), 2)
     with pytest.raises(ValueError, match="mixtures"):
         sliced_model(functional(engines.MODELS["mixtral"]), 2)
-    with pytest.raises(ValueError, match="packed"):
-        cut({"gate": object(), "up": object(), "down": object()}, 2)
+    with pytest.raises(ValueError, match="2 or more"):
+        sliced_model(functional(engines.MODELS["llama"]), 1)
+    mixed = engines.MIXTURES["deepseek_v3"]
+    router = dataclasses.replace(mixed.pattern[0].mlp.router, input="previous")
+    mlp = dataclasses.replace(mixed.pattern[0].mlp, router=router)
+    pattern = (dataclasses.replace(mixed.pattern[0], mlp=mlp),)
+    with pytest.raises(ValueError, match="reads the input of the mixture before"):
+        sliced_model(functional(dataclasses.replace(mixed, pattern=pattern)), 2)
+    packed = packed_weight(packing("int8").make(-2), jnp.ones((64, 64)))
+    with pytest.raises(ValueError, match="these are packed"):
+        cut({"gate": packed, "up": packed, "down": packed}, 2)
     with pytest.raises(ValueError, match="give experts=SLOTS"):
         OffloadBudget.parse("window=1,slices=4")
     budget = OffloadBudget.parse("window=1,experts=2,slices=4,absent=host")

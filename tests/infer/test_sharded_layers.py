@@ -9,10 +9,13 @@ import pytest
 
 import sharding
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_offload
+from jaxllm.cli.model_loading import check_offload, load_with_progress
+from jaxllm.infer.streaming.layer_store import LoadedLayers, Unit
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.sharded_layers import device_bytes
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.models import functional
 from tests.infer import engines
 
 
@@ -51,15 +54,22 @@ def test_what_does_not_go_over_a_mesh_is_refused():
     with pytest.raises(ValueError, match="experts in slots are on one device"):
         engines.build(config, "mixtral", placement=WeightPlacement(1, expert_slots=2), mesh=mesh_of("tensor=2"))
     check_offload("window=2", "tensor=2")
-    for offload, mesh, said in (
-        ("window=2", "tensor=2,data=2", "not data=2"),
-        ("fit,device=1GiB", "tensor=2", "fit places layers for one device"),
-        ("window=2,experts=2", "tensor=2", "experts in slots are for one device"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            check_offload(offload, mesh)
+    for offload, said in (("fit,device=1GiB", "fit places layers"), ("window=2,experts=2", "experts in slots are")):
+        with pytest.raises(UsageError, match=f"{said} for one device"):
+            check_offload(offload, "tensor=2")
+    for mesh in ("dp", "data=2,tensor=4", "fsdp=8"):  # before anything is read
+        with pytest.raises(UsageError, match="give tensor alone"):
+            load_with_progress("no such model", None, mesh=mesh, offload="window=2")
 
 
-def test_bytes_are_those_of_each_device():
-    assert OffloadBudget.parse("device=200B").placement([100] * 10).device_units == 2
-    assert OffloadBudget.parse("device=200B").placement([100] * 10, devices=4).device_units == 8
+def test_bytes_are_those_of_each_device(float64):
+    """Matrices are divided; keys and values of two heads, and norms, are whole on each of four devices."""
+    params, mesh = engines.params_of("few kv heads", "float64"), mesh_of("tensor=4")
+    model, unit = functional(engines.model_of("few kv heads", "float64")), Unit(0, 0, 0)
+    weights = LoadedLayers(params).read(unit, jax.devices()[0])
+    whole = 8 * (2 * 16 * 2 * 4 + 2 * 16)
+    divided = sum(x.nbytes for x in jax.tree.leaves(weights)) - whole
+    assert device_bytes(model, 0, weights, mesh) == whole + divided // 4
+    assert OffloadBudget.parse("device=200B,disk=d,host=300B").placement([100] * 10).device_units == 2
+    found = OffloadBudget.parse("device=200B,disk=d,host=300B").placement([100] * 10, [40] * 10)
+    assert (found.device_units, found.host_units) == (5, 3), "host memory has whole layers"

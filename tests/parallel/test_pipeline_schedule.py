@@ -83,6 +83,7 @@ def test_groups_of_one_take_the_time_of_1f1b_and_hold_less(stages, chunks, more)
     if chunks == 2:
         wait = -(-2 * stages // 3)
         assert made.peak == (stages + wait + 1 - wait % 2) / 2
+        assert made.peak < stages or stages in (2, 3, 5)
         assert tabulate(made, {0}).saves == -(-stages // 2)
         assert tabulate(make("interleaved", stages, 2 * stages), {0}).saves == stages
 

@@ -102,18 +102,18 @@ class OffloadBudget:
             parts += [f"slices={self.slices}"] if self.slices else []
         return ",".join(parts)
 
-    def placement(self, unit_bytes: Sequence[int], devices: int = 1) -> WeightPlacement:
+    def placement(self, unit_bytes: Sequence[int], on_device: Sequence[int] | None = None) -> WeightPlacement:
         """Places units of these sizes, in order.
 
         Args:
             unit_bytes: bytes of each unit of the model, without experts where these have slots.
-            devices: devices that they are divided over, of each of which ``device`` says the bytes.
+            on_device: bytes of each unit on each device of a mesh; None: the same.
         """
-        on_device = _most(unit_bytes, self.device * devices)
-        others = spread(unit_bytes, on_device)[1]
+        resident = _most(unit_bytes if on_device is None else on_device, self.device)
+        others = spread(unit_bytes, resident)[1]
         on_host = None if self.host is None else _most(others, self.host)
         return WeightPlacement(
-            self.window, on_device, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
+            self.window, resident, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
             absent=self.absent, expert_host_bytes=self.experts_host,
         )  # fmt: skip
 

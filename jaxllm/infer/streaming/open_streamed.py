@@ -18,6 +18,7 @@ from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
 from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import ModelBytes
+from jaxllm.infer.streaming.sharded_layers import device_bytes
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import HostPackedFormat
@@ -31,7 +32,7 @@ def open_streamed(
     *,
     dtype: str | None = None,
     weights: str = "plain",
-    devices: int = 1,
+    mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
     """A model whose parameters are ``StreamedWeights``.
@@ -39,7 +40,7 @@ def open_streamed(
     Args:
         name, dtype, weights: see ``load_model``. A run is loaded whole first.
         budget: how many bytes of its layers may be where; or what chooses that, of the model's bytes.
-        devices: devices that layers are to be divided over, of each of which the budget says the bytes.
+        mesh: devices that layers are to be divided over, of each of which the budget says the bytes; None: one.
         progress: called with "layers", how many are in their places, and of how many.
 
     Raises:
@@ -77,7 +78,13 @@ def open_streamed(
     unit_bytes = [sizes[unit.segment] for unit in units]
     if not isinstance(budget, OffloadBudget):
         budget = budget(model_bytes(loaded.model, unit_bytes, ends))
-    placement = budget.placement(unit_bytes, devices)
+    on_device = None
+    if mesh is not None and mesh.size > 1:
+        host = jax.devices("cpu")[0]
+        firsts = {u.segment: placed.read(u, host) for u in reversed(units)}
+        own = {s: device_bytes(loaded.model, s, tree, mesh) for s, tree in firsts.items()}
+        on_device, loaded = [own[unit.segment] for unit in units], replace(loaded, mesh=mesh)
+    placement = budget.placement(unit_bytes, on_device)
     key = [
         str(path.resolve()),
         _changed(path),

@@ -8,6 +8,7 @@ each part is copied to its device.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -46,11 +47,11 @@ class ShardedLayers:
         return jax.device_put(own, places)
 
 
-def over_mesh(weights: StreamedWeights, model: Functional, mesh: jax.sharding.Mesh) -> StreamedWeights:
-    """Streamed weights whose units go to a mesh.
+def check_streamed_mesh(mesh: jax.sharding.Mesh) -> None:
+    """Checks that streamed weights can be divided over a mesh.
 
     Raises:
-        ValueError: it has axes besides ``tensor``, or devices of several processes, or experts have slots.
+        ValueError: it has axes besides ``tensor``, or devices of several processes.
     """
     other = next((name for name, size in mesh.shape.items() if size > 1 and name != "tensor"), None)
     if other is not None or spans_processes(mesh):
@@ -58,6 +59,28 @@ def over_mesh(weights: StreamedWeights, model: Functional, mesh: jax.sharding.Me
             "streamed weights are divided over tensor, on devices of one process, and not over "
             f"{f'{other}={mesh.shape[other]}' if other else 'processes'}; give tensor alone."
         )
+
+
+def device_bytes(model: Functional, segment: int, unit: Any, mesh: jax.sharding.Mesh) -> int:
+    """Bytes of a unit on each device of a mesh: weights that do not divide are whole on all of them.
+
+    Args:
+        model: the model.
+        segment: of the unit.
+        unit: its weights.
+    """
+    places = placements(serving_model(model), {"segments": {str(segment): (unit,)}}, mesh)
+    sizes = zip(jax.tree.leaves(unit), jax.tree.leaves(places["segments"][str(segment)][0]), strict=True)
+    return sum(math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize for x, place in sizes)
+
+
+def over_mesh(weights: StreamedWeights, model: Functional, mesh: jax.sharding.Mesh) -> StreamedWeights:
+    """Streamed weights whose units go to a mesh.
+
+    Raises:
+        ValueError: see ``check_streamed_mesh``; or experts have slots.
+    """
+    check_streamed_mesh(mesh)
     if weights.experts:
         raise ValueError("experts in slots are on one device, not on a mesh; leave experts=SLOTS or the mesh out.")
     served = serving_model(model)

@@ -208,6 +208,8 @@ def check_slots(model: Functional, placement: WeightPlacement) -> None:
         if moe is not layer:
             raise ValueError(f"expert slots do not go with the experts of {type(layer).__name__}; give 0.")
         if moe.experts < placement.expert_slots:
-            raise ValueError(f"expert slots = {placement.expert_slots}; give 1 to {moe.experts}, the model's experts.")
+            raise ValueError(
+                f"expert slots = {placement.expert_slots}; give 1 to {moe.experts}, the experts or slices of a layer."
+            )
         if moe.capacity is not None:
             raise ValueError("expert slots do not go with a capacity factor: rows are dropped by all experts' load.")

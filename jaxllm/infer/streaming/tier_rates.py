@@ -70,7 +70,7 @@ class TierRates:
         """The rates of files that are not in the page cache."""
         if self.disk_cold is None:
             return self
-        thread = min(self.disk_thread, self.disk_cold)
+        thread = min(self.disk_thread, self.disk_cold / self.loaders)  # measured by all of them together
         return dataclasses.replace(self, disk=self.disk_cold, disk_thread=thread)
 
     def __str__(self) -> str:

@@ -162,6 +162,7 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
     from jaxllm.models.remat import RematError
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.remat_solver import StepBytes
+    from sharding.isolate import OutOfDeviceMemory
 
     def measure(run: RunConfig) -> StepBytes:
         return measured_for(run, topology.name, progress_line(f"remat {run.model.remat}: "))
@@ -170,6 +171,6 @@ def _with_remat_solved(config: RunConfig, topology: Topology, budget: MemoryBudg
         cluster = None if budget.host is None else Cluster.parse(topology.name)
         devices = topology.num_devices, topology.platform
         return within_budget(config, budget, measure, devices, cluster)
-    except RematError as error:
+    except (RematError, OutOfDeviceMemory) as error:  # or not even the activations that are left fit
         print(error)
         return None

@@ -346,6 +346,8 @@ class ExpertStage:
     def _load_ahead(self, programs: Mapping[str, Any], key: tuple[Unit, str], guess: list[int]) -> None:
         """Begins to load experts that a layer is to want; those in files are written to slots when they are read."""
         slots, given = self.slots[key], list[tuple[int, int]]()
+        if len(guess) == len(slots.table):  # all are wanted, and so are those that others would push out
+            return
         for expert in guess[: slots.slots]:
             if (slot := slots.ahead(expert, keep=guess[: slots.slots])) is not None:
                 given.append((expert, slot))

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxllm.infer.streaming.layer_store import LayerStore, Unit
 from jaxllm.models import BlockConfig, DecoderConfig, Functional, MoeConfig, RouterConfig, functional
+from jaxllm.models.packed_weight import is_packed
 
 EVERY = RouterConfig("sigmoid", normalize=False, scale=2.0)
 """Router whose scores are 1 for weights of zeros: 2 x sigmoid(0)."""
@@ -33,12 +34,19 @@ def sliced_model(model: Functional, slices: int) -> Functional:
     layers = [block.mlp for block in config.blocks if block.mlp.mixture is None]
     if not layers:
         raise ValueError(f"slices = {slices}: all layers are mixtures, whose experts are apart already; leave it out.")
+    if config.pre_gated:
+        raise ValueError(
+            f"slices = {slices}: a router reads the input of the mixture before, which a sliced layer would be; leave "
+            "it out."
+        )
     for layer in layers:
         if not layer.gated or layer.bias:
             raise ValueError(f"slices = {slices} are for gated feed-forward layers without biases; leave it out.")
-        if slices < 2 or layer.hidden % slices:
-            legal = [n for n in range(2, min(layer.hidden, 64) + 1) if layer.hidden % n == 0]
-            raise ValueError(f"slices = {slices} do not divide the {layer.hidden} hidden units; up to 64: {legal}.")
+        if slices < 2:
+            raise ValueError(f"slices = {slices}; give 2 or more, or leave it out.")
+        if layer.hidden % slices:
+            legal = [n for n in range(2, layer.hidden + 1) if layer.hidden % n == 0]
+            raise ValueError(f"slices = {slices} do not divide the {layer.hidden} hidden units; legal: {legal[:16]}.")
 
     def sliced(block: BlockConfig) -> BlockConfig:
         if block.mlp.mixture is not None:
@@ -92,7 +100,7 @@ def cut(layer: dict[str, Any], slices: int) -> dict[str, Any]:
     Raises:
         ValueError: the weights are packed.
     """
-    if not all(hasattr(x, "shape") for x in layer.values()):
+    if any(map(is_packed, layer.values())):
         raise ValueError("slices are cut of plain weights, and these are packed; give --weights plain, or no slices.")
     gate, up, down = (np.asarray(layer[name]) for name in ("gate", "up", "down"))
     inwards = {
