@@ -369,7 +369,7 @@ def _with_persistent_share(
             f"{plan.seconds * 1e3:.1f}",
             "chosen" if plan.share == chosen.share else "",
         )
-        for plan in (chosen if one.share == chosen.share else one for one in plans)
+        for _, plan in sorted({plan.share: plan for plan in (*plans, chosen)}.items())
     ]
     head = ("host.persistent", "model.remat", "GiB persistent", "streamed", "of the step", "ms by the plan", "")
     print(columns(head, rows, "<<>>>><"), end="\n\n", flush=True)

@@ -4,6 +4,7 @@ ProTrain (arXiv:2406.08334, section 4) searches the number of persistent chunks 
 its activations: device memory is worth either recomputation that is saved, or copies of optimizer state that are.
 Here the share takes sixteenths. For each, the remat solver fills the rest of the memory by sizes of policies that the
 compiler has measured, and the step of least predicted time is compiled; where it is over the budget, the next one.
+Where those are too, plans are made again with the bytes that they took beyond their prediction.
 """
 
 from __future__ import annotations
@@ -119,11 +120,15 @@ def fastest_that_fits(
         budget: bytes of a device.
         host: where activations may be moved to, beside the state.
         measure: compiles the step of a plan.
-        again: the plans with an ``error`` in their predicted bytes: asked where the step leaves much of the budget.
+        again: the plans with an ``error`` in their predicted bytes: asked where the step leaves much of the budget, and
+            where all that were compiled are over it.
     """
+    errors: list[int] = []
 
     def fitting(plan: PersistentPlan) -> PersistentPlan | None:
         found = measure(plan)
+        if found.device > budget:
+            errors.append(found.device - plan.bytes)
         fits = found.device <= budget and found.host <= host.bytes + plan.stays
         return plan._replace(bytes=found.device) if fits else None
 
@@ -140,6 +145,13 @@ def fastest_that_fits(
                 if (fuller := fitting(one)) is not None:
                     return fuller
         return best
+    for error in sorted(errors):  # with what they took more in mind, the least first
+        if again is None:
+            break
+        first, *others = again(error)
+        one = min(others, key=lambda plan: plan.seconds, default=first)
+        if one.seconds < first.seconds and (best := fitting(one)) is not None:
+            return best
     return plans[0]
 
 

@@ -47,11 +47,18 @@ def bytes_of_shard(array: jax.Array) -> int:
     return array.addressable_shards[0].data.nbytes
 
 
-@proof("offload", count=24, sample=1, float64=True, bound={"curve": 1e-10, "parameters": 1e-10})
+def farthest(tree: Any, other: Any) -> float:
+    """Greatest difference of an array from that of the other tree, relative to its norm."""
+    pairs = zip(*(jax.tree.leaves(jax.device_get(one)) for one in (tree, other)), strict=True)
+    return max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3)) for a, b in pairs)
+
+
+@proof("offload", count=24, sample=1, float64=True, bound={"curve": 1e-10, "parameters": 1e-10, "streamed": 1e-12})
 def persistent_state_is_resident(seed: int) -> dict[str, float]:
     """Drawn meshes of eight devices, shares, layers, optimizers, micro-batches, with and without experts: losses and
-    parameters of five steps with all state on the device; the bits of all state streamed; the arrays of the state that
-    are on a device are the largest that fit into the share, and no more."""
+    parameters of five steps with all state on the device; the bits of all state streamed, but for Adafactor, whose
+    means a compiler may add in another order; the arrays of the state that are on a device are the largest that fit
+    into the share, and no more."""
     rng = random.Random(seed)
     mesh = rng.choice(["fsdp=8", "fsdp=4,context=2", "fsdp=2,tensor=2,data=2", "tensor=2,fsdp=4", "data=8"])
     kind, share = rng.choice(["adamw", "lion", "adafactor", "sgd"]), rng.uniform(0.05, 0.99)
@@ -69,10 +76,11 @@ def persistent_state_is_resident(seed: int) -> dict[str, float]:
 
         plain, streamed = with_host(HostConfig()), with_host(HostConfig(optimizer=True))
         curve, state = with_host(HostConfig(optimizer=True, persistent=share))
-    assert curve == streamed[0]
-    jax.tree.map(
-        np.testing.assert_array_equal, *(jax.device_get((s.params, s.opt_state)) for s in (state, streamed[1]))
-    )
+    if kind != "adafactor":
+        assert curve == streamed[0]
+        jax.tree.map(
+            np.testing.assert_array_equal, *(jax.device_get((s.params, s.opt_state)) for s in (state, streamed[1]))
+        )
     arrays = moments_of_layers(state)
     here = sum(bytes_of_shard(x) for x in arrays if x.sharding.memory_kind == "device")
     room = share * sum(map(bytes_of_shard, arrays))
@@ -81,10 +89,10 @@ def persistent_state_is_resident(seed: int) -> dict[str, float]:
         expected += size * (expected + size <= room)
     assert here == expected
     assert not any(x.sharding.memory_kind == "device" for x in moments_of_layers(streamed[1]))
-    pairs: Any = zip(*(jax.tree.leaves(jax.device_get(s.params)) for s in (state, plain[1])), strict=True)
     return {
         "curve": float(np.abs(np.array(curve) / np.array(plain[0]) - 1).max()),
-        "parameters": max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-3)) for a, b in pairs),
+        "parameters": farthest(state.params, plain[1].params),
+        "streamed": farthest((state.params, state.opt_state), (streamed[1].params, streamed[1].opt_state)),
     }
 
 
