@@ -29,6 +29,7 @@ from jaxllm.models import remat
 from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segments
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
+from jaxllm.models.layers import stack_reads
 from jaxllm.models.layers.residual_stream import GatedStream, Stream, as_kind, gated, residual_by_segment, whole
 from jaxllm.models.layers.token_parts import PartsContext, TokenParts, through
 from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
@@ -435,13 +436,24 @@ class Functional:
                 carry = as_kind(carry[0], kind), carry[1]
                 carry, _ = remat.checkpointed(name, group)(carry, (group_params, jnp.int32(repeat)))
             return carry
-        start, steps = 0, (params, jnp.arange(repeats, dtype=jnp.int32))
+        numbers, unroll = jnp.arange(repeats, dtype=jnp.int32), self.config.unroll
+        if len(pieces) == 1:
+            ((name, kind, _),) = pieces
+            return remat.scan(name, group, (as_kind(x, kind), ctx), (params, numbers), repeats, unroll or repeats)
+
+        def reading(
+            carry: tuple[Stream, Any, Any], step: tuple[LayerIndex], wrap: Wrap | None = None
+        ) -> tuple[Any, None]:
+            own, gradient = stack_reads.read(params, carry[2], *step)
+            out, _ = group(carry[:2], (own, *step), wrap)
+            return (*out, gradient), None
+
+        start, gradient = 0, stack_reads.gradient_of(params)
         for name, kind, count in pieces:
-            carry = as_kind(carry[0], kind), carry[1]
-            own = steps if count == repeats else jax.tree.map(lambda p, i=start, n=count: p[i : i + n], steps)
-            carry = remat.scan(name, group, carry, own, count, self.config.unroll or count)
-            start += count
-        return carry
+            steps = (numbers[start : start + count],)
+            start, carry = start + count, (as_kind(carry[0], kind), carry[1])
+            *carry, gradient = remat.scan(name, reading, (*carry, gradient), steps, count, unroll or count)
+        return carry[0], carry[1]
 
     def unembed(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "V D"]]:
         """Operands of the logits matmul: normalised hidden states and the output matrix.
