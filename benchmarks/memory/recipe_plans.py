@@ -74,7 +74,8 @@ class RecipePlan(NamedTuple):
 UNITS = (
     *(RecipePlan("llama3_1b", on, limit) for on, limit in (("v5e:8x8", 5.0), ("v6e:8x8", 6.0), ("h100:1x8", 24.0))),
     *(RecipePlan("llama3_8b", on, limit) for on, limit in (("v5e:8x8", 10.0), ("v6e:8x8", 0.0), ("h100:1x8", 0.0))),
-    *(RecipePlan("qwen3_30b_a3b", on) for on in ("v5e:8x8", "v6e:8x8")),
+    RecipePlan("qwen3_30b_a3b", "v5e:8x8", 0.0, ("--accumulate", "2")),
+    RecipePlan("qwen3_30b_a3b", "v6e:8x8"),
     RecipePlan("gpt2_124m", GPU, 22.3, ("--data.batch-size", "128")),
     RecipePlan("llama3_1b", GPU, 22.3, ("--data.batch-size", "1", "--data.seq-len", "4096")),
     RecipePlan("sft_smollm2", GPU, 22.3, ("--data.batch-size", "16")),
@@ -172,13 +173,15 @@ def page(results: Path = RESULTS) -> str:
 
 
 def problems(own: dict) -> list[str]:
-    """Conditions that a unit does not meet: it is over the limit, or uses less than 95% of it though something is
-    computed again, or a policy for all layers fits and recomputes less.
+    """Conditions that a unit does not meet: it is over the limit, or a policy for all layers fits and recomputes less,
+    or it uses less than 95% of the limit though something is computed again. The last is allowed where a mixture that
+    recomputes less was compiled and is too large: a loop more takes memory of its own (docs/train/recomputation.md).
     """
     chosen, budget = own["chosen"], own["budget"]
     bytes_, again = own["compiled"][chosen], own["recomputed"]
     found = [f"{chosen} takes {bytes_:,} bytes of {budget:,}"] if bytes_ > budget else []
-    if again[chosen] and bytes_ < 0.95 * budget:
+    less = [size for remat, size in own["compiled"].items() if "=" in remat and again[remat] < again[chosen]]
+    if again[chosen] and bytes_ < 0.95 * budget and not (less and min(less) > budget):
         found.append(f"{chosen} uses {bytes_ / budget:.3f} of the limit")
     found += [
         f"{remat} fits and recomputes no more than {chosen}"
