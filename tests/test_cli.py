@@ -271,6 +271,7 @@ def test_every_installed_recipe_is_a_configuration(trained):
 # With a model
 
 
+@pytest.mark.drawn(3)
 def test_generate_writes_the_prompt_and_goes_on(finished, capsys):
     model = finished / "runs" / "tiny"
     texts = []
@@ -284,6 +285,7 @@ def test_generate_writes_the_prompt_and_goes_on(finished, capsys):
     assert capsys.readouterr().out.startswith("the cat")
 
 
+@pytest.mark.drawn(3)
 def test_generate_answers_a_batch(finished, tmp_path, capsys):
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [

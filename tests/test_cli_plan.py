@@ -88,6 +88,7 @@ def test_what_does_not_fit_is_a_table(anyway, monkeypatch, capsys):
     assert ("not finish" if anyway else "--anyway lists") in said
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("over", [0, 2**30])
 def test_a_budget_chooses_what_of_the_optimizer_state_stays(monkeypatch, capsys, over):
     """The small state has room on the device, as compiled too: the largest share is taken; or not as compiled."""

@@ -101,6 +101,7 @@ def test_slices_are_chosen_by_name(device, tmp_path):
         kit.main(["--out", str(tmp_path), "--only", "training 9b *"])
 
 
+@pytest.mark.drawn(3)
 def test_a_slice_that_fails_says_where(tmp_path):
     """In a process of its own; the last lines of what it said are kept."""
     broken = kit.Slice("kernels", "no such slice", "kernel")

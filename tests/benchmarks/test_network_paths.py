@@ -32,6 +32,7 @@ def test_a_row_is_that_of_the_command():
     assert found == pytest.approx(STORED["rows"]["one ring"]["four dead spine links"], rel=1e-9)
 
 
+@pytest.mark.drawn(3)
 def test_the_command(tmp_path, capsys):
     small = ["--racks", "4", "--hosts", "4", "--spines", "4", "--flows", "2", "--seeds", "2"]
     assert main([*small, "--json", str(tmp_path / "found.json")]) == 0

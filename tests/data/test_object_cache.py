@@ -102,6 +102,7 @@ def test_wrong_credentials_are_named_at_once(storage, monkeypatch):
     assert len(storage.requests) <= 4
 
 
+@pytest.mark.drawn(3)
 def test_a_corpus_is_prepared_from_a_storage_and_trained_on_from_one(storage, tmp_path):
     (tmp_path / "corpus.toml").write_text(
         'out = "out"\ntokenizer = "byte"\nshard_tokens = 900\n[dedup]\n'

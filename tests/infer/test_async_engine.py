@@ -61,6 +61,7 @@ def test_a_reader_that_leaves_ends_its_request():
     assert plain.scheduler.idle
 
 
+@pytest.mark.drawn(2)
 def test_refusals_reach_their_caller_and_a_stopped_engine_says_so():
     plain = engines.engine("roomy")
 

@@ -158,6 +158,7 @@ def test_tokens_are_those_of_one_engine(rng, float64):
     np.testing.assert_allclose(*([s for s, _ in one[-1].prompt_scores] for one in (got, want)), rtol=0, atol=1e-12)
 
 
+@pytest.mark.drawn(2)
 def test_pages_are_on_the_attention_devices_alone(float64):
     runner, devices = runner_of(both()[1]), jax.devices()
     assert {d for x in jax.tree.leaves(runner.pools) for d in x.sharding.device_set} == {devices[2]}

@@ -132,6 +132,7 @@ def test_encoded_pages_are_turned_too(kv_dtype: str):
     assert copied.sequences[0].logprobs == pytest.approx(plain.sequences[0].logprobs, abs=2e-3)
 
 
+@pytest.mark.drawn(3)
 def test_completions_share_the_copies_and_cancelled_requests_give_them_back():
     engine = engines.build(ROOMY)
     prompt = np.random.default_rng(0).integers(0, engines.VOCAB, 40).tolist()
@@ -144,6 +145,7 @@ def test_completions_share_the_copies_and_cancelled_requests_give_them_back():
     assert not any(engine.scheduler.pages[0].ref_counts)
 
 
+@pytest.mark.drawn(3)
 def test_chunks_are_found_behind_their_lead():
     """Prompts that begin alike share their chunks; those that do not, only chunks that were computed alone."""
     engine = engines.build(ROOMY)
@@ -167,6 +169,7 @@ def test_chunks_are_found_behind_their_lead():
     assert computed(0, two, 2) < 16
 
 
+@pytest.mark.drawn(3)
 def test_chunks_side_by_side_are_all_copied():
     engine = engines.build(ROOMY)
     prompt = np.random.default_rng(1).integers(0, engines.VOCAB, 45).tolist()
@@ -175,6 +178,7 @@ def test_chunks_side_by_side_are_all_copied():
     assert (len(request.awaits), request.cached_tokens) == (3, 40)
 
 
+@pytest.mark.drawn(2)
 def test_chunks_stay_whole_in_layers_with_windows():
     # Of prompts one after the other: pages of windows alone would have evicted the first one's chunk.
     engine = engines.build(dataclasses.replace(engines.ENGINES["tight, swap"], chunk_cache=True, pages=120), "mistral")

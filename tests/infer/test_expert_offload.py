@@ -62,6 +62,7 @@ def test_the_host_computes_absent_experts(model, absent, rng, float64):
     assert engine.runner.program_cache.counts.late == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.drawn(3)
 def test_costs_are_measured_in_the_first_step(rng):
     config = engines.ENGINES["one after the other"]
     engine = engines.build(config, "mixtral", placement=WeightPlacement(1, 9, expert_slots=1, absent="by_cost"))
@@ -108,6 +109,7 @@ def test_experts_in_files_are_resident_experts(model, host_bytes, absent, rng, f
     assert same == [False, *[True] * (len(written) - 1)]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
 def test_an_expert_that_cannot_be_read_ends_the_requests_of_its_step(damage, tmp_path, float64):
     """By name; with the file back the engine says what it said before, and no slot holds what never came."""

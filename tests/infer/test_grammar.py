@@ -55,6 +55,7 @@ def test_texts_have_their_forms_in_company(rng):
     assert alone.sequences[0].tokens == made[-1].sequences[0].tokens == made[-2].sequences[0].tokens
 
 
+@pytest.mark.drawn(3)
 def test_continuations_have_the_form_each():
     (request,) = engines.serve(
         writer(), [{"prompt": list(b"?"), "params": SamplingParams(n=4, seed=2, grammar=Grammar.regex("[a-z]{5}"))}]

@@ -247,6 +247,7 @@ def test_pages_with_scales_fill_tiles_of_tpus(kv, page_size, of_tpu):
     assert with_whole_tiles(config, "gpu") == with_whole_tiles(config, "cpu") == config
 
 
+@pytest.mark.drawn(3)
 def test_an_engine_rounds_its_pages_for_the_device(monkeypatch):
     monkeypatch.setattr(
         "jaxllm.infer.engine.engine.with_whole_tiles", lambda config, _: with_whole_tiles(config, "tpu")

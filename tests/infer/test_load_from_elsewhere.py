@@ -143,6 +143,7 @@ def test_the_conversation_is_what_the_template_makes_of_it(tmp_path: Path) -> No
     assert chat.messages[-1]["content"] == "".join(asked)
 
 
+@pytest.mark.drawn(3)
 def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
     chat = Chat(load_model(save(tmp_path / "model", TEMPLATE)), max_tokens=40, temperature=0.0)
     whole = list(chat.say("one"))

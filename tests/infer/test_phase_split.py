@@ -111,6 +111,7 @@ class Smallest:
         return demand.sizes[0]
 
 
+@pytest.mark.drawn(2)
 def test_no_token_depends_on_the_split(rng):
     """Requests that come while others decode, with each split: its sizes of steps differ, the tokens do not."""
     config = dataclasses.replace(engines.ENGINES["roomy"], buckets=(6, 16), decode_steps=1, prefix_cache=False)

@@ -145,6 +145,7 @@ def test_tokens_are_those_of_one_engine(rng, float64):
         check_engine(apart, 8)
 
 
+@pytest.mark.drawn(2)
 def test_pages_move_once_by_the_formula(float64):
     """Of a prompt of 11 tokens in pages of 4 three move; what the decode pool has does not move again."""
     _, apart = both()

@@ -234,6 +234,7 @@ def test_the_likeliest_text_under_each_parameter(way, rng):
             assert abs(row[got[first]] - row[want[first]]) < 1e-4, name
 
 
+@pytest.mark.drawn(3)
 def test_repetition_and_bad_words_and_min_tokens(rng):
     engine, prompt = engines.engine("tight, recompute"), rng.integers(0, VOCAB, 5).tolist()
     plain = text_of(run(engine, prompt, max_tokens=16, temperature=0.0))

@@ -73,6 +73,7 @@ def test_prefixes(small, rng, float64):
     assert {x.sharding.memory_kind for x in (pool.keys, pool.factors, pool.recent)} != {"pinned_host"}
 
 
+@pytest.mark.drawn(3)
 def test_bytes(small):
     """Live arrays on the device and on the host are the formula's, and the report's."""
     sizes = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype=small, max_sequences=1, samplers=("plain",))

@@ -156,6 +156,7 @@ def test_units_with_experts_are_read_once(where, tmp_path):
     window.close()
 
 
+@pytest.mark.drawn(3)
 def test_files_are_found_again(tmp_path, float64):
     """Files of the same model are not written twice; those that somebody changed are."""
     placement = placed("files", tmp_path)
@@ -174,6 +175,7 @@ def test_files_are_found_again(tmp_path, float64):
     assert [r.sequences[0].tokens for r in engines.serve(second, serve)] == [r.sequences[0].tokens for r in want]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
 @pytest.mark.parametrize("way", ["roomy", "tight, swap"])
 def test_a_failed_read_ends_the_requests_of_its_step(damage, way, tmp_path, float64):

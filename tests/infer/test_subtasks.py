@@ -56,6 +56,7 @@ def test_markers_of_several_tokens_do_not_overlap() -> None:
     assert written("abay", 0, "ab", "ba") == ("abay", [])  # the second marker would begin inside of the first
 
 
+@pytest.mark.drawn(3)
 def test_a_model_continues_after_a_cut_as_after_a_prompt_of_what_is_left() -> None:
     engine = engines.build(engines.ENGINES["roomy"])
     rule = Subtasks((3,), (4,), 1)
@@ -78,6 +79,7 @@ def test_a_position_is_sampled_anew_the_second_time() -> None:
     assert sequence.remaining == 128 - 3
 
 
+@pytest.mark.drawn(3)
 def test_a_text_without_room_for_the_next_token_ends() -> None:
     engine = engines.build(engines.ENGINES["roomy"])
     params = dataclasses.replace(GREEDY, max_tokens=500, subtasks=Subtasks((3,), (4,)), bad_words=((3,), (4,)))

@@ -9,6 +9,7 @@ from jaxllm.infer.streaming.throughput_bound import EngineLimits, Workload, boun
 from tests.proofs.offload.throughput import steps_of_an_engine
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("sequences", "budget"), [(1, 5), (4, 7)])
 def test_steps_are_the_engines(sequences, budget):
     """Tokens of each step of a real engine whose weights are streamed."""

@@ -48,6 +48,7 @@ def measured(tmp_path, monkeypatch) -> TierRates:
     return rates
 
 
+@pytest.mark.drawn(3)
 def test_rates_are_measured(measured, tmp_path):
     assert measured.tokens == (1, 4)
     assert min(measured.layer_seconds) > 0

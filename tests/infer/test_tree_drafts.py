@@ -236,6 +236,7 @@ def branch_error(
     return worst
 
 
+@pytest.mark.drawn(3)
 def test_a_tree_mask_is_each_path(verifying, rng, float64, monkeypatch):
     """Of every family: `make proof speculation ONLY=tree_mask_is_each_path`."""
     engine, _ = verifying

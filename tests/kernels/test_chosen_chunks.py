@@ -110,6 +110,7 @@ def test_equal_for_all_chunks(implementation, name, window, softcap, rng, float6
         np.testing.assert_allclose(want[0], full, atol=1e-10)
 
 
+@pytest.mark.drawn(3)
 @implementations
 def test_found_pages_are_read_as_they_are(implementation, rng, float64):
     """A request goes on after two pages of another: those are encoded for it, though its window would reach them."""
@@ -126,6 +127,7 @@ def test_found_pages_are_read_as_they_are(implementation, rng, float64):
     np.testing.assert_allclose(out, want, atol=1e-10)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", ["few", "none whole"])
 def test_a_decode_token_fetches_its_chunks_alone(name, rng, float64):
     """Every value in host memory that is not of a chosen chunk is nan by then; with one more, so is the output."""
@@ -154,6 +156,7 @@ def test_a_decode_token_fetches_its_chunks_alone(name, rng, float64):
     assert np.isnan(out).any()
 
 
+@pytest.mark.drawn(3)
 def test_values_stay_in_host_memory(rng, float64):
     """A program that takes values in host memory gives them back there, with the same output."""
     params, length = AttentionParams(0.4), 34

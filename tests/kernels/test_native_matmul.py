@@ -139,6 +139,7 @@ def test_rows_as_kernels_for_gpus_read_them(bits, group, rng):
     assert form.row_codes(96, (203, 1, 12)) is None  # 8 inputs share a scale, fewer than a tile has
 
 
+@pytest.mark.drawn(3)
 def test_a_row_does_not_depend_on_the_others(rng):
     """Bit for bit, in tiles of 1, 4 and 16 rows, of one thread or two."""
     weight = stack_of(FORMATS["q4_1"], (512, 700), rng, 1)
@@ -194,6 +195,7 @@ except NotImplementedError as error:
 """
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("compiler", "why"), [("no-such-compiler", "needs a C++ compiler, and no-such-compiler does not run here"),
                           ("c++ -include no-such-header", "cannot be built: ")]

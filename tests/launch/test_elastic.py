@@ -217,6 +217,7 @@ def warm_main(arguments: list[str]) -> int:
     return int(rest[1]) if len(rest) > 1 else 0
 
 
+@pytest.mark.drawn(3)
 def test_warm_processes_end_as_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     starter = WarmStart("tests.launch.test_elastic:warm_main", (), {})
@@ -237,6 +238,7 @@ def test_warm_processes_end_as_others_do(tmp_path: Path, monkeypatch: pytest.Mon
     assert last.wait() == -signal.SIGTERM
 
 
+@pytest.mark.drawn(3)
 def test_the_others_go_on_without_lost_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of four, two are lost one after the other, the second before a step is done: the third generation is told of
     both."""
@@ -261,6 +263,7 @@ def test_the_others_go_on_without_lost_processes(tmp_path: Path, monkeypatch: py
     assert said[3] == "going on with 2 of 4 processes"
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("ends", "slots", "told"),
     [
@@ -310,6 +313,7 @@ def start_agent(slot: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=folder)
 
 
+@pytest.mark.drawn(2)
 def test_signals_reach_the_processes_of_all_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     port, log = free_port(), tmp_path / "log"
@@ -337,6 +341,7 @@ def test_signals_reach_the_processes_of_all_hosts(tmp_path: Path, monkeypatch: p
     assert len(list(tmp_path.glob("[0-9]"))) == 2
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("what", "slots", "lost"),
     [("lose", [2], ["slot 1", "slot 0"]), ("lose host", [0, 1], ["slot 2"])],

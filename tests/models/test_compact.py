@@ -91,6 +91,7 @@ def test_every_batch_has_a_projection_of_its_own():
     assert len(seeds) == 3
 
 
+@pytest.mark.drawn(3)
 def test_the_loss_and_what_is_no_product_s_weight_are_as_without():
     config = dataclasses.replace(CONFIG, layers=1)
     batch = jax.tree.map(jnp.asarray, tiny.batch(0, 2, 8, CONFIG.vocab_size, packed=True))

@@ -109,6 +109,7 @@ def test_gradients_are_unbiased(rng):
     assert max(deviations(*operands(rng))) < ALARM
 
 
+@pytest.mark.drawn(3)
 def test_the_same_on_a_mesh(rng):
     """Weights sharded over both axes, sums over devices of gradients included: the same random numbers everywhere."""
     x, up, down = (np.asarray(rng.normal(size=shape), np.float32) for shape in ((4, 64, 64), (64, 128), (128, 64)))

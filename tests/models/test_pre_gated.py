@@ -75,6 +75,7 @@ MIXED = dataclasses.replace(
 """A dense layer, then four mixtures."""
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("fields", [{}, {"remat": "full", "unroll": 0}])
 def test_routers_read_the_mixture_before(fields, rng, float64):
     config = dataclasses.replace(pre_gated(MIXED), **fields)
@@ -125,6 +126,7 @@ def test_the_engine_serves_what_was_trained(placement, served, rng, float64):
     assert engines.error(served, "float64", made) <= 1e-10
 
 
+@pytest.mark.drawn(2)
 def test_programs_of_experts_in_slots_are_found_again(served, rng, float64, tmp_path):
     """Kept in files with what they return: slots, and a stream with the input of the last mixture."""
     config = engines.ENGINES["one after the other"]

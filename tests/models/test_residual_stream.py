@@ -50,6 +50,7 @@ def gradients(config: DecoderConfig, params: Any, tokens: Any) -> Any:
     return jax.tree.map(np.asarray, quick.jit(jax.value_and_grad(loss))(params))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("fields", [{"unroll": 0}, {"remat": "full"}, {"remat": "sqrt"}, {"remat": "none=1,full"}])
 def test_scanned_unrolled_and_recomputed_are_the_same_function(fields, rng, float64):
     config = model_of("ladder", remat="none")
@@ -80,6 +81,7 @@ def test_an_all_reduce_and_the_next_matmuls_do_not_wait_for_each_other():
     assert longest_chain(model_of("ladder", **sizes)) == LAYERS
 
 
+@pytest.mark.drawn(2)
 def test_an_engine_serves_it(rng, float64):
     config = model_of("plain=1,ladder")
     params, prompt = jax.tree.map(jnp.asarray, quick.params(config)), rng.integers(0, 11, 6).tolist()

@@ -112,6 +112,7 @@ def error_of_definition(kind: str) -> float:
     return tiny.leaf_error(*map(jax.device_get, ways))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("float64")
 def test_the_balance_loss_is_that_of_the_router(kind: str) -> None:

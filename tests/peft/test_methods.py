@@ -122,6 +122,7 @@ def error_of_definition(kind: str) -> float:
     return tiny.leaf_error(jax.device_get(got), jax.device_get(want))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_optimizer_state_is_that_of_the_adapter(kind: str) -> None:
     """AdamW has two moments for each trained number, and none for the base."""

@@ -61,6 +61,7 @@ def rows(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("number", range(3))
 def test_each_run_is_as_trained_alone(finished: Path, together: Path, number: int) -> None:
     """Losses, gradient norms, evaluations and the merged model; float32 sums in another order, over 6 steps."""
@@ -113,6 +114,7 @@ def test_a_run_resumes_alone(finished: Path, together: Path) -> None:
     assert (result.complete, result.steps) == (True, 6)
 
 
+@pytest.mark.drawn(3)
 def test_one_that_diverges_stops_by_itself(finished: Path, together: Path) -> None:
     """A learning rate of 1e30 makes the second loss infinite; the other runs end as they do beside a sound one."""
     configs = members(finished, finished / "diverged")
@@ -181,6 +183,7 @@ def test_rows_of_the_table_are_met_with_a_joint_step_alone() -> None:
     assert [row.other for row in refused(config, {}, also=(TOGETHER,)) if row.one == TOGETHER] == ["no adapter"]
 
 
+@pytest.mark.drawn(3)
 def test_from_the_command_line(finished: Path, tmp_path: Path) -> None:
     """Names are the recipe's with the table's; the exit status is 1 where a run has stopped by itself."""
     assert without_together(["--steps", "2", "--together", "a.toml"]) == (["--steps", "2"], Path("a.toml"))

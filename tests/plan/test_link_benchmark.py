@@ -64,6 +64,7 @@ def test_the_planner_reads_what_was_measured(tmp_path):
     assert measured.table().count("\n") == many * (many + 1) // 2
 
 
+@pytest.mark.drawn(3)
 def test_the_command_line_measures_this_machine(capfd):
     assert cli.main(["bench", "--links", "--units", "4", "--message", "1MiB"]) == 0
     said = capfd.readouterr().out

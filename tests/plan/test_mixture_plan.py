@@ -92,6 +92,7 @@ def test_the_target_has_so_many_tokens(runs):
     assert mixture_runs.first_tokens(few, 5_000).total == 1_000
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("method", mixture_plan.METHODS)
 def test_a_planted_optimum_is_found(runs, method, monkeypatch):
     """Losses are a quadratic bowl in the shares, a power law of the tokens; two thirds of the first source are best."""
@@ -126,6 +127,7 @@ def test_settings_that_do_not_go_together_are_refused(runs):
         open_task([SourceConfig("a")], SourceConfig("a"))
 
 
+@pytest.mark.drawn(3)
 def test_the_command_writes_a_table_that_train_takes(runs, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("JAXLLM_CACHE", str(folder / "cache"))

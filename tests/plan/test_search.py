@@ -187,6 +187,7 @@ def test_foldings_of_experts_are_those_that_lay_them_out_in_another_way():
     assert list(layout_search.foldings(cut(llama3_8b(), 2, 8), mesh)) == [""]
 
 
+@pytest.mark.drawn(3)
 def test_a_folding_is_shown_and_saved(tmp_path, capsys):
     recipe = tmp_path / "planned.py"
     asked = ["--on", "h100:1x8", "--no-compile", "--top", "40", "--save", str(recipe)]

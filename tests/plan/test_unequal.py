@@ -101,6 +101,7 @@ def test_costs_of_equal_units_are_those_of_the_planner(tmp_path):
     assert stage_unit_cost(run, mesh, cluster, 1).layer > 2 * cost.layer
 
 
+@pytest.mark.drawn(3)
 def test_groups_stay_together_and_slow_units_have_fewer_layers(tmp_path):
     """Holmes: replicas of a stage are on one network, and only messages between stages cross."""
     cluster = cluster_of(tmp_path, NEW + OLD.replace("1x8", "2x8") + NETWORK + BETWEEN)
@@ -129,6 +130,7 @@ def test_annealing_finds_the_clusters_of_many_units():
     assert sum(a % 2 != b % 2 for a, b in itertools.pairwise(found.order)) == 1
 
 
+@pytest.mark.drawn(2)
 def test_the_command_ranks_saves_and_refuses(tmp_path, capsys):
     file, recipe, saved = tmp_path / "cluster.toml", tmp_path / "planned.py", tmp_path / "plans.json"
     file.write_text(NEW + OLD.replace("1x8", "2x8") + NETWORK + BETWEEN)

@@ -79,6 +79,7 @@ def test_prompts_longer_than_the_model(tmp_path):
         open_policy_data(config)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("algorithm", ["dapo", "ppo"])
 def test_steps_without_an_informative_group_go_on(tmp_path, algorithm):
     """DAPO drops every group of equal rewards, so that the step's batch is empty; the update is none."""
@@ -93,6 +94,7 @@ def test_steps_without_an_informative_group_go_on(tmp_path, algorithm):
         assert all(row["dropped_groups"] > 0 for row in rows)
 
 
+@pytest.mark.drawn(3)
 def test_a_group_without_a_reward_has_no_part(tmp_path):
     result = train_policy(policy_run(tmp_path, rewards=(f"{HERE}fails_for_some",), steps=2))
     assert result.complete

@@ -40,6 +40,7 @@ def test_gradients_are_those_of_whole_rows(float64, family, chunk, rows, targets
     assert step_error(model, params, mask, batch, chunk, rows) < 1e-10
 
 
+@pytest.mark.drawn(3)
 def test_saved_bytes_are_below_those_of_the_unpruned_backward(float64):
     """Also of the compiled program: it returns what is saved of a chunk, and the cache."""
     model, params, mask = adapted(MODELS["llama"], targets=("q", "v"))
@@ -157,6 +158,7 @@ def test_units_run_alone_one_at_a_time_and_are_timed():
         slack(target=0.0)
 
 
+@pytest.mark.drawn(3)
 def test_what_chunks_cannot_do_is_refused():
     model, _, mask = adapted(
         dataclasses.replace(MODELS["llama"], remat="sqrt", layers=4, dtype="float32", param_dtype="float32")

@@ -121,6 +121,7 @@ def test_training_continues_a_run_from_beside_serving(finished: Path, beside: Pa
         np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.drawn(3)
 def test_a_run_that_diverges_stops_and_requests_go_on(finished: Path) -> None:
     config = adapter_config(finished, "diverged", steps=9, clip_norm=None)
     schedule = dataclasses.replace(config.optim.schedule, peak=1e30, warmup=0.0)
@@ -170,6 +171,7 @@ def test_rows_of_the_table_are_met(finished: Path) -> None:
     assert {row.other for row in REFUSALS if row.one == CO_SERVED} <= set(FEATURES)
 
 
+@pytest.mark.drawn(3)
 def test_what_cannot_be_served_beside_is_refused(finished: Path, tmp_path: Path) -> None:
     config, loaded = adapter_config(finished, "refused"), load_model(finished / "runs/tiny")
     with pytest.raises(ConfigError, match="samples rollouts of its own"):
@@ -224,6 +226,7 @@ def test_arguments_of_the_command(finished: Path, tmp_path: Path) -> None:
         finetune_config("nothing", (), base)
 
 
+@pytest.mark.drawn(3)
 def test_a_run_directory_is_resumed_by_name(finished: Path, beside: Path) -> None:
     config = finetune_config(str(beside), (), str(finished / "runs/tiny"))
     assert (config.name, config.out) == ("beside", str(finished / "runs"))

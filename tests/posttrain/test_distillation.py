@@ -29,6 +29,7 @@ SIZES = EngineConfig(
 )
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("family", "layers"), [("llama", [0]), ("gemma3", [0, 3])])
 def test_metrics_are_their_definition(family, layers, rng, float64):
     """Two documents and padding in a row; a step lowers the loss, and touches only what is trained."""

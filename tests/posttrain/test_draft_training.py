@@ -148,6 +148,7 @@ def test_a_mesh_drafts_the_same(rng, float64):
     assert found == likeliest
 
 
+@pytest.mark.drawn(3)
 def test_a_draft_learns_and_the_model_stays(rng):
     """Divergence falls on one batch; accepted tokens rise; only masks and factors are among what a step returns."""
     config = engines.model_of("llama", "float32")

@@ -187,6 +187,7 @@ def test_tools_are_described_where_the_template_leaves_them_out(tmp_path):
     assert found.text.startswith("calculator:What is"), "a template with tools says so itself"
 
 
+@pytest.mark.drawn(3)
 def test_only_what_the_policy_wrote_is_a_target(tmp_path):
     """Whole runs: every episode of a step, its targets and log-probabilities; the environment's tokens are context."""
     config = policy_run(

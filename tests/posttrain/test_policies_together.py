@@ -96,6 +96,7 @@ def test_what_does_not_go_together_is_refused(base: Path, tmp_path: Path) -> Non
         train_policies_together([one, dataclasses.replace(two, rewards=(f"{HERE}raises",))])
 
 
+@pytest.mark.drawn(2)
 def test_from_the_command_line(base: Path, tmp_path: Path) -> None:
     config = dataclasses.replace(policies(tmp_path, base)[0], name="both", steps=1)
     file = tmp_path / "runs.toml"

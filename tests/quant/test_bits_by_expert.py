@@ -94,6 +94,7 @@ def test_experts_of_one_width_stay_as_they_are():
     np.testing.assert_array_equal(held.each[1]["gate"], np.arange(8.0, 16.0)[None])
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("slots", [1, 3])
 def test_slots_of_mixed_widths_serve_the_same(slots, quantised, rng, monkeypatch):
     """Tokens are those of resident dense experts; fewer bytes are copied than the slots hold."""

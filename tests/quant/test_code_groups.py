@@ -137,6 +137,7 @@ def test_a_matmul_with_packed_codes_is_that_of_the_dense_weight(grid, group, con
     assert np.abs(want - np.einsum("bsnh,nho->bso", x, weight)).max() > 1e-3
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 @pytest.mark.parametrize(("group", "contract"), [(16, 2), (8, 1), (None, 2), (12, 2)])
 def test_kernels_have_the_operands_of_the_matmul(grid, group, contract, rng, float64, monkeypatch):

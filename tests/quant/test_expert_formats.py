@@ -91,6 +91,7 @@ def test_layers_read_one_by_one_are_those_of_the_whole_model(name, mixture):
     jax.tree.map(np.testing.assert_array_equal, ends, {part: packed[part] for part in ends})
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 2), ("rtn", 4)])
 def test_files_with_experts_alone_quantised(method, bits, mixture, tmp_path):
     """Plain and packed give the same logits, and everything but the experts has the bits that it had."""

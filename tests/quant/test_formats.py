@@ -86,6 +86,7 @@ def test_nf4_is_its_reference(rng):
     assert form.shape(values.shape) == weight.shape
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("form", "contract"), [(MXFP4(-2), 2), (MXFP4(-3), 1), (NF4(-2), 2), (NF4(-3), 1)])
 def test_a_matmul_with_nibbles_is_that_of_the_dense_weight(form, contract, rng, monkeypatch):
     """Unpacked within the matmul, and by the kernel's operands, whose plain implementation stands in on a CPU."""

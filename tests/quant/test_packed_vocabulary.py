@@ -120,6 +120,7 @@ def test_the_dense_matrix_is_not_written_on_accelerators(topology, bits):
     assert found["temp_bytes"] < found["dense_bytes"] / 8
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_of_memory_and_of_the_compiled_program(tied):
     """A byte for every value and four for every row, in memory and in the arguments of the program; and by formula."""
@@ -185,6 +186,7 @@ def test_auto_is_packed_for_a_gguf_where_the_kernel_is(tmp_path: Path, monkeypat
     assert load._packed_is_fast(coded) != bool(native.not_by_default())
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", [name for name in CODE_KINDS if name.endswith("K")])
 def test_rows_of_k_quants(name, rng):
     """Codes and blocks of a file as rows: their values, and logits, are GGML's."""

@@ -136,6 +136,7 @@ def test_layouts_hold_the_same_codes(source, tmp_path):
     assert np.abs(found[0] - logits(load_hf(source))).max() > 0.02
 
 
+@pytest.mark.drawn(3)
 def test_float8_stays_packed(source, tmp_path):
     quantise(open_source(source), tmp_path / "out", QuantiseConfig("gptq", 8, 0, None, ROWS, LENGTH, "fp8"), IDS)
     plain = logits(load_hf(tmp_path / "out"))
@@ -184,6 +185,7 @@ def test_one_scale_of_all_inputs_goes_to_every_device(activations, codebook, sou
     np.testing.assert_allclose(got[0], want[0, : LENGTH // 2], rtol=0, atol=1e-3 if activations else 1e-5)
 
 
+@pytest.mark.drawn(3)
 def test_a_budget_of_bits_is_spent_by_layer(source, tmp_path):
     """The mean of bits is within the budget, files name each layer's, and the error is below that of uniform bits."""
     base = QuantiseConfig("gptq", 4, 16, None, ROWS, LENGTH)
@@ -214,6 +216,7 @@ def test_lookup_tables_stay_packed(table, method, source, tmp_path):
     assert sum(one.error for one in report.matrices) <= sum(one.nearest for one in report.matrices)
 
 
+@pytest.mark.drawn(3)
 def test_a_run_that_was_stopped_goes_on(source, tmp_path, monkeypatch):
     """Stopped after the first layer, the second run rounds the second alone, to the same bytes."""
     config = QuantiseConfig("gptq", 4, 16, rows=ROWS, length=LENGTH)
@@ -242,6 +245,7 @@ def test_a_run_that_was_stopped_goes_on(source, tmp_path, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("norms", ["pre", "sandwich"])
 def test_smoothing_changes_no_result(norms, rng, float64):
     """Exact before rounding, for any factors."""
@@ -268,6 +272,7 @@ def test_smoothing_changes_no_result(norms, rng, float64):
     np.testing.assert_allclose(run(changed), run(group), rtol=0, atol=1e-12)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("form", ["int4_g16", "int3_g16_asym", "lut4_g16", "w8a8", "w4a8_g16", "llm_int8", "fp8"])
 def test_the_command_knows_the_formats(form, source, tmp_path, capsys):
     assert command([str(source), str(tmp_path / "out"), "--format", form, "--method", "rtn"]) == 0
@@ -299,6 +304,7 @@ def test_statistics_of_shifted_inputs(rng, float64):
     np.testing.assert_allclose(middle, ((heads.max((0, 2)) + heads.min((0, 2))) / 2).reshape(-1))
 
 
+@pytest.mark.drawn(3)
 def test_a_shift_halves_the_error_of_asymmetric_activations(tmp_path):
     """SQ-b: heads whose values are far from 0, in w8a8. Biases of Llama's attention take the shift."""
     config = transformers.LlamaConfig(

@@ -123,6 +123,7 @@ def test_one_expert_at_a_time_is_decoded():
     assert many - few < 0.05 * few
 
 
+@pytest.mark.drawn(2)
 def test_files_are_served_as_they_are(mixture, tmp_path):  # noqa: F811
     """``jaxllm quantise --only experts --format ternary``, then ``--weights experts_ternary``: the same logits."""
     name = parse_format("ternary")
@@ -143,6 +144,7 @@ def test_files_are_served_as_they_are(mixture, tmp_path):  # noqa: F811
         QuantiseConfig("rtn", 2, 16, codebook="ternary")
 
 
+@pytest.mark.drawn(3)
 def test_layers_read_one_by_one_have_one_size(mixture):  # noqa: F811
     """What ``--offload experts=N`` holds on the host: codes padded to the longest, of the ternary matrices."""
     layers = SourceLayers(mixture, weights="experts_ternary")
@@ -157,6 +159,7 @@ def test_layers_read_one_by_one_have_one_size(mixture):  # noqa: F811
                 np.testing.assert_array_equal(dense[0], ternary(np.asarray(matrix)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("slots", [1, 3])
 def test_slots_hold_the_code(slots, rng):
     """Tokens are those of resident dense experts; codewords and scales are what is copied."""

@@ -37,6 +37,7 @@ def test_the_search_is_brute_force(goal):
     assert len(whole.simulated) == 6 > len(pruned.simulated) - (goal == "energy")
 
 
+@pytest.mark.drawn(3)
 def test_goodput_and_cost_are_judged_at_the_knee():
     """On one platform the deployment of the largest rate is that of the cheapest token; prices scale with the rate."""
     trace = make_trace("poisson:900", lengths="60/4", count=6)

@@ -129,6 +129,7 @@ def test_a_rollback_restores_the_files(tmp_path):
     assert (spike["step"], spike["from"]) == (9, 6)
 
 
+@pytest.mark.drawn(3)
 def test_each_buffer_is_written_once_and_forwarded_ones_are_never_read(tmp_path, opened, monkeypatch):
     logs: list[list[IoEvent]] = []
     begin = DiskTier.begin

@@ -88,6 +88,7 @@ def test_another_tokenizer_beside_a_run_is_refused(tmp_path: Path, begin: Path) 
         train(config(tmp_path, first, name="second"))
 
 
+@pytest.mark.drawn(2)
 def test_training_moves_on_from_there(tmp_path: Path, begin: Path) -> None:
     assert train(config(tmp_path, begin)).complete
     assert train(config(tmp_path, begin)).complete, "a finished run is not begun again"

@@ -124,6 +124,7 @@ def with_places(monkeypatch):
     monkeypatch.setattr(memory_budget, "_cluster_here", lambda: known)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("budget", "place", "remat"),
     [  # a number is the persistent share of a state on the host; by these sizes offloaded values take nothing there
@@ -151,6 +152,7 @@ def test_the_optimizer_state_leaves_the_device_where_nothing_fits(with_places, f
     assert ("on disk, twice that" in said) == (place == "disk")
 
 
+@pytest.mark.drawn(2)
 def test_parameters_leave_the_device_last(with_places, finished, capsys):
     """Where the run's settings allow it, the device has room, and the host for the inputs of layers; those of the
     fewest layers that do not fit there are in files."""
@@ -175,6 +177,7 @@ def test_parameters_leave_the_device_last(with_places, finished, capsys):
     assert "of the host for chunks of the files" in capsys.readouterr().out
 
 
+@pytest.mark.drawn(3)
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
     """What it takes of the device does not grow with the layers; other recomputation is refused."""
     run = runs.run_config(finished)
@@ -196,6 +199,7 @@ def test_a_place_that_is_given_is_kept(with_places, finished):
         fitted_here(run, MemoryBudget(1 << 30, None, ("/nvme", 1)))
 
 
+@pytest.mark.drawn(3)
 def test_a_step_with_its_state_on_disk_is_measured_without_files(finished, tmp_path):
     """It takes less than the state in memory, by no more than the state."""
     run = runs.run_config(finished)
@@ -226,6 +230,7 @@ def test_devices_say_what_fits(measured, finished, monkeypatch):
     assert fitted_here(runs.run_config(finished), MemoryBudget(None)).model.remat == "elementwise"
 
 
+@pytest.mark.drawn(3)
 def test_the_step_is_compiled_for_the_devices_that_are_here(finished):
     """With nothing computed again it takes more; the trained step is the program that was measured."""
     run = runs.run_config(finished)
@@ -243,6 +248,7 @@ def test_several_runs_in_one_step_have_remats_of_their_own(capsys):
     assert "give each its model.remat" in capsys.readouterr().err
 
 
+@pytest.mark.drawn(2)
 def test_a_step_far_over_device_memory_is_measured():
     """The compiler stops at such a step, and says what it would need; it was told to go on, and the search ended."""
     model = dataclasses.replace(

@@ -127,6 +127,7 @@ def test_a_policy_gradient_on_meshes_and_in_a_pipeline(mesh, accumulate, rng, fl
     assert tiny.leaf_error(jax.device_get(grads), want_grads) < 1e-10
 
 
+@pytest.mark.drawn(3)
 def test_token_weights(float64, rng):
     """Weights multiply losses; the mean stays one over target tokens. Weights of one change nothing."""
     params, batch = quick.params(MODEL), tiny.batch(3, ROWS, LENGTH, 16, packed=True)
@@ -141,6 +142,7 @@ def test_token_weights(float64, rng):
     assert tiny.leaf_error(ones[1], plain[1]) < 1e-13 < tiny.leaf_error(grads, plain[1])
 
 
+@pytest.mark.drawn(3)
 def test_an_objective_may_run_its_own_forward_passes(float64):
     params, batch = quick.params(MODEL), tiny.batch(3, ROWS, LENGTH, 16, packed=True)
     model, objective = functional(MODEL), ConsistencyObjective()
@@ -178,6 +180,7 @@ def test_what_cannot_be_is_refused_by_name(rng, row):
         check_batch_fields(run_config(), Batch(*(x if x is None else x[:4] for x in batch)))
 
 
+@pytest.mark.drawn(3)
 def test_a_layerwise_optimizer_takes_a_policy_gradient(rng, float64):
     """LOMO is gradient descent: its update is the learning rate times the gradients of the plain step."""
     objective, batch, model = ClippedPolicyObjective(), drawn(rng), functional(MODEL)

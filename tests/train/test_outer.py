@@ -120,6 +120,7 @@ def test_compressors_decode_what_they_encode(size, dtype, rng, float64):
     np.testing.assert_allclose(np.abs(back).sum(), np.abs(np.asarray(x)).sum(), rtol=1e-5)
 
 
+@pytest.mark.drawn(3)
 def test_zeros_stay_zeros():
     for text in ("int8", "int2", "topk:0.5,int2"):
         compressor = parse_compression(text, "x").compressor  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ def buffers() -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for one in found for shard in one.addressable_shards}
 
 
+@pytest.mark.drawn(2)
 def test_every_checkpoint_is_the_state_of_its_step(tmp_path, monkeypatch):
     """Saved after each step, with a slow copy: the gradients are dispatched before it is done, the update after."""
     states: dict[int, Any] = {}

@@ -129,6 +129,7 @@ def check_evaluation(folder: Path, evaluate: bool) -> None:
     assert abs(found.nll - other.nll) > 1e-4
 
 
+@pytest.mark.drawn(3)
 def test_evaluations_use_the_average(tmp_path):
     """Or the trained parameters, as the configuration says: `make proof seams ONLY=evaluated_parameters`."""
     check_evaluation(tmp_path, True)

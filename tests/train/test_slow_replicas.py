@@ -23,6 +23,7 @@ from tests.train.outer_runs import batch_at, parallel_error, parts_of, run_of, t
 from tests.train.slow_replicas import AVERAGE, MODEL, SGD, compiled_text, definition_error, message_bytes
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "outer", [AVERAGE, dataclasses.replace(AVERAGE, slow=(1,), stage_rank=MODEL.embed_dim)], ids=["whole", "full rank"]
 )
@@ -39,6 +40,7 @@ def test_gradients_are_those_of_the_model_with_projections(float64, rank, schedu
     assert definition_error(rank, schedule, cut, slow) <= 1e-10
 
 
+@pytest.mark.drawn(2)
 def test_slow_replicas_send_less(float64):
     outer = dataclasses.replace(AVERAGE, slow=(1,), stage_rank=5)
     found = message_bytes(*compiled_text(run_of("replica=2,stage=2", outer, SGD, 1, model=MODEL, accumulate=2)))

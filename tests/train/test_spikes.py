@@ -250,6 +250,7 @@ def test_updates_are_those_of_the_lower_rate(lowered):
     assert rows[BAD]["update_norm"] < 0.5 * rows[BAD - 1]["update_norm"]
 
 
+@pytest.mark.drawn(3)
 def test_too_many_spikes_stop_the_run(folder):
     many = dataclasses.replace(SKIP, limit=1)
     with batches(bad=(7, 9)), pytest.raises(SpikesError, match=r"step 10: .* after those of steps 8; 1 in 4 steps"):
