@@ -9,7 +9,8 @@ bound, with ProTrain's third choice for a block, which is to move its activation
 all tokens or of MEMO's share of them (arXiv:2407.12117). Copies cost what the passes beside them do not hide. Sizes
 are measured by the compiler: the step is compiled with each named policy for all layers, which sets of values share
 by their widths, then with the solution; the difference between the solution's program and the sum of its parts
-corrects the bounds for another try.
+corrects the bounds for another try. Each policy of a segment is a loop, which takes memory of its own: programs of two
+and of three policies have a correction each.
 """
 
 from __future__ import annotations
@@ -219,25 +220,38 @@ def solve(
             found[remat] = one
             break
         over = max(over, one.bytes - single[remat].bytes)
-    more = there = 0.0  # bytes of a mixed program beyond the sum of its parts
+    excess: dict[int, tuple[float, float]] = {}  # by loops, bytes of a mixed program beyond the sum of its parts
     solutions: set[str] = set()
+
+    def mixture(loops: int) -> Mixture | None:
+        """The mixture of least time of so many policies, if it was not measured yet."""
+        known = [n for n in excess if n <= loops]
+        more, away = excess[max(known)] if known else (0.0, 0.0)
+        limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - max(0.0, away)))
+        counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward, loops)
+        if counts is None or (remat := format_policies(model, counts)) in named or remat in solutions:
+            return None
+        again = sum(n * layer[name].flops[s] for s, row in enumerate(counts) for name, n in row)
+        rows = zip(model.segments, counts, strict=True)
+        parts = [(layer[name], n * len(group)) for (group, _), row in rows for name, n in row]
+        device = base.bytes + round(sum(n * one.device for one, n in parts))
+        there = round(sum(n * one.host for one, n in parts))
+        exposed = 0.0 if host is None else host.exposed(there, forward, 2 * forward + again)
+        parts_alone = RematCandidate(device, 3 * forward + again, there, exposed)
+        return Mixture(max(map(len, counts)), remat, parts_alone)
+
     for _ in range(TRIES):
-        limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - there))
-        counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward)
-        if counts is None:
+        mixtures = [one for loops in range(2, LOOPS + 1) if (one := mixture(loops)) is not None]
+        if not mixtures:
             break
-        remat = format_policies(model, counts)
-        if remat in named or remat in solutions:
-            break
+        loops, remat, parts = min(mixtures, key=lambda one: seconds(one.parts))
         solutions.add(remat)
         one = tried[remat] = tried[remat] if remat in tried else measured(remat)
         if fits(one):
             found[remat] = one
             if one.bytes >= CLOSE * budget:
                 break
-        parts = [(name, n * len(g)) for (g, _), row in zip(model.segments, counts, strict=True) for name, n in row]
-        more = one.bytes - base.bytes - sum(layer[name].device * layers for name, layers in parts)
-        there = max(0.0, one.host - sum(layer[name].host * layers for name, layers in parts))
+        excess[loops] = one.bytes - parts.bytes, one.host - parts.host
     if not found:
         raise _nothing_fits(named, budget, host)
     remat = min(found, key=lambda one: (seconds(found[one]), -found[one].bytes))
@@ -356,6 +370,20 @@ def _nothing_fits(named: Mapping[str, RematCandidate], budget: int, host: HostTi
     )
 
 
+class Mixture(NamedTuple):
+    """Different policies in one model, with what they cost by the sum of their parts.
+
+    Attributes:
+        loops: most policies of a segment: each is a loop.
+        remat: value for ``model.remat``.
+        parts: bytes, FLOPs and exposed seconds.
+    """
+
+    loops: int
+    remat: str
+    parts: RematCandidate
+
+
 class LayerCost(NamedTuple):
     """Cost of a policy.
 
@@ -376,10 +404,9 @@ def solve_policies(
     room: float,
     host: HostTier | None = None,
     forward: float = 0.0,
+    loops: int = LOOPS,
 ) -> list[list[tuple[str, int]]] | None:
     """Integer program: for each segment the number of repeats with each policy, without zeros; None if nothing fits.
-
-    A segment has at most ``LOOPS`` policies.
 
     Args:
         model: the model.
@@ -387,6 +414,7 @@ def solve_policies(
         room: available bytes of the device, beside what "full" saves.
         host: where activations may be moved to.
         forward: FLOPs per token of a forward pass, which copies overlap.
+        loops: most policies of a segment.
     """
     segments = model.segments
     pairs = list(itertools.product(range(len(segments)), layer))
@@ -411,7 +439,7 @@ def solve_policies(
         optimize.LinearConstraint(rows(of_segment), repeats, repeats),  # pyright: ignore[reportArgumentType]
         optimize.LinearConstraint(rows(sizes / scale), -np.inf, room / scale),
         optimize.LinearConstraint(rows(np.eye(count), most), -np.inf, 0.0),
-        optimize.LinearConstraint(rows(np.zeros_like(of_segment), of_segment), -np.inf, LOOPS),
+        optimize.LinearConstraint(rows(np.zeros_like(of_segment), of_segment), -np.inf, loops),
     ]
     if host is not None:
         copies, again = there * host.seconds_per_byte / unit, flops * host.seconds_per_flop / unit

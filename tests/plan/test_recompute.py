@@ -113,6 +113,24 @@ def test_what_programs_add_is_learnt(budget, bend, mixed):
     assert len(asked) == len(set(asked)) <= len(NAMED) + ALONE + TRIES
 
 
+@pytest.mark.parametrize("budget", [1300, 1450, 1700, 1900])
+def test_a_third_loop_that_takes_much_is_left_out(budget):
+    """Programs of three policies take 500 more than their parts, those of two nothing."""
+    run = config(12)
+
+    def measure(remat: str) -> StepBytes:
+        policies = set(policies_by_layer(remat, run.model.segments))
+        return StepBytes(bytes_of(run, remat) + 500 * (len(policies) > 2))
+
+    solved = solve(run, budget, measure)
+    found = float("inf")
+    for (size, again), (other, rest) in itertools.combinations(candidates(run).values(), 2):
+        counts = np.arange(13)
+        fits = BASE + counts * size + (12 - counts) * other <= budget
+        found = min(found, (counts * again + (12 - counts) * rest)[fits].min(initial=np.inf))
+    assert solved.flops <= 1.002 * (train_flops_per_token(run.model, 64) + found)
+
+
 def test_a_budget_below_the_least_is_refused():
     run = config(4)
     with pytest.raises(RematError, match="with every block computed again a step takes"):
