@@ -74,7 +74,7 @@ class RecipePlan(NamedTuple):
 UNITS = (
     *(RecipePlan("llama3_1b", on, limit) for on, limit in (("v5e:8x8", 5.0), ("v6e:8x8", 6.0), ("h100:1x8", 24.0))),
     *(RecipePlan("llama3_8b", on, limit) for on, limit in (("v5e:8x8", 10.0), ("v6e:8x8", 0.0), ("h100:1x8", 0.0))),
-    RecipePlan("qwen3_30b_a3b", "v5e:8x8", 0.0, ("--accumulate", "2")),
+    RecipePlan("qwen3_30b_a3b", "v5e:8x8", 0.0, ("--data.batch-size", "64")),
     RecipePlan("qwen3_30b_a3b", "v6e:8x8"),
     RecipePlan("gpt2_124m", GPU, 22.3, ("--data.batch-size", "128")),
     RecipePlan("llama3_1b", GPU, 22.3, ("--data.batch-size", "1", "--data.seq-len", "4096")),
