@@ -21,6 +21,7 @@ from typing import NamedTuple
 from jaxllm.cli.memory_budget import FIT_SHARE, measured_for, with_remat
 from jaxllm.cli.recipe_arguments import configure, find_recipe
 from jaxllm.files import write_json
+from jaxllm.models.remat import RematError
 from jaxllm.parallel.sharding_table_view import columns
 from jaxllm.plan.graphs.block_graph import block_graphs, value_bytes
 from jaxllm.plan.remat_solver import StepBytes, places_bytes, saved_bytes, solve, value_sizes
@@ -74,8 +75,7 @@ class RecipePlan(NamedTuple):
 UNITS = (
     *(RecipePlan("llama3_1b", on, limit) for on, limit in (("v5e:8x8", 5.0), ("v6e:8x8", 6.0), ("h100:1x8", 24.0))),
     *(RecipePlan("llama3_8b", on, limit) for on, limit in (("v5e:8x8", 10.0), ("v6e:8x8", 0.0), ("h100:1x8", 0.0))),
-    RecipePlan("qwen3_30b_a3b", "v5e:8x8", 0.0, ("--data.batch-size", "64")),
-    RecipePlan("qwen3_30b_a3b", "v6e:8x8"),
+    *(RecipePlan("qwen3_30b_a3b", on) for on in ("v5e:8x8", "v6e:8x8")),
     RecipePlan("gpt2_124m", GPU, 22.3, ("--data.batch-size", "128")),
     RecipePlan("llama3_1b", GPU, 22.3, ("--data.batch-size", "1", "--data.seq-len", "4096")),
     RecipePlan("sft_smollm2", GPU, 22.3, ("--data.batch-size", "16")),
@@ -87,7 +87,8 @@ def plan_unit(unit: RecipePlan, results: Path = RESULTS) -> dict[str, object]:
     """Solution of a unit and the uniform policies beside it; compiled bytes are read from and written to ``results``.
 
     Returns:
-        "budget", "chosen", "recomputed" FLOPs per token of each policy, and its "compiled" or "predicted" bytes.
+        "budget", "chosen", "recomputed" FLOPs per token of each policy, and its "compiled" or "predicted" bytes; where
+        nothing fits, "chosen" is empty.
     """
     everything = json.loads(results.read_text()) if results.exists() else {}
     own = everything.setdefault(unit.name, {"compiled": {}})
@@ -104,25 +105,30 @@ def plan_unit(unit: RecipePlan, results: Path = RESULTS) -> dict[str, object]:
     mesh = fitting_mesh(run, run_model(run), topology.num_devices, topology.platform)
     blocks = block_graphs(run, mesh)
     widths = value_bytes(blocks) if blocks else None
-    solved = solve(run, budget, measure, None, widths)
     model, seq_len = run.model, run.data.seq_len
-    sizes = {name: (one.bytes - solved.named["full"].bytes) / model.layers for name, one in solved.named.items()}
-    values = value_sizes(model, sizes, widths)
     plain = train_flops_per_token(model, seq_len)
 
     def again(remat: str) -> float:
         return hardware_flops_per_token(dataclasses.replace(model, remat=remat), seq_len) - plain
 
-    predicted: dict[str, int] = {}
-    for remat in saved_bytes(model, sizes, seq_len, widths):
-        here = solved.named["full"].bytes + model.layers * places_bytes(remat, values)[0]
-        if again(remat) < again(solved.remat) and here <= CERTAIN * budget:
-            measure(remat)
-        elif remat not in compiled:
-            predicted[remat] = round(here)
+    chosen, predicted = "", dict[str, int]()
+    try:
+        solved = solve(run, budget, measure, None, widths)
+    except RematError as nothing_fits:
+        print(nothing_fits)
+    else:
+        chosen, base = solved.remat, solved.named["full"].bytes
+        sizes = {name: (one.bytes - base) / model.layers for name, one in solved.named.items()}
+        values = value_sizes(model, sizes, widths)
+        for remat in saved_bytes(model, sizes, seq_len, widths):
+            here = base + model.layers * places_bytes(remat, values)[0]
+            if again(remat) < again(chosen) and here <= CERTAIN * budget:
+                measure(remat)
+            elif remat not in compiled:
+                predicted[remat] = round(here)
     own |= {
         "budget": budget,
-        "chosen": solved.remat,
+        "chosen": chosen,
         "predicted": predicted,
         "recomputed": {remat: again(remat) for remat in (*compiled, *predicted)},
     }
@@ -175,9 +181,12 @@ def page(results: Path = RESULTS) -> str:
 def problems(own: dict) -> list[str]:
     """Conditions that a unit does not meet: it is over the limit, or a policy for all layers fits and recomputes less,
     or it uses less than 95% of the limit though something is computed again. The last is allowed where a mixture that
-    recomputes less was compiled and is too large: a loop more takes memory of its own (docs/train/recomputation.md).
+    recomputes less was compiled and is too large: a loop more takes memory of its own (docs/train/recomputation.md). Of
+    a unit where nothing was chosen: a policy fits.
     """
     chosen, budget = own["chosen"], own["budget"]
+    if not chosen:
+        return [f"{remat} fits, and nothing was chosen" for remat, size in own["compiled"].items() if size <= budget]
     bytes_, again = own["compiled"][chosen], own["recomputed"]
     found = [f"{chosen} takes {bytes_:,} bytes of {budget:,}"] if bytes_ > budget else []
     less = [size for remat, size in own["compiled"].items() if "=" in remat and again[remat] < again[chosen]]
