@@ -24,7 +24,7 @@ from jaxllm.files import write_json
 from jaxllm.models.remat import RematError
 from jaxllm.parallel.sharding_table_view import columns
 from jaxllm.plan.graphs.block_graph import block_graphs, value_bytes
-from jaxllm.plan.remat_solver import StepBytes, places_bytes, saved_bytes, solve, value_sizes
+from jaxllm.plan.remat_solver import NAMED, StepBytes, places_bytes, saved_bytes, solve, value_sizes
 from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from jaxllm.train.run import fitting_mesh
@@ -180,17 +180,18 @@ def page(results: Path = RESULTS) -> str:
 
 def problems(own: dict) -> list[str]:
     """Conditions that a unit does not meet: it is over the limit, or a policy for all layers fits and recomputes less,
-    or it uses less than 95% of the limit though something is computed again. The last is allowed where a mixture that
-    recomputes less was compiled and is too large: a loop more takes memory of its own (docs/train/recomputation.md). Of
-    a unit where nothing was chosen: a policy fits.
+    or it uses less than 95% of the limit though something is computed again. The last is allowed where what is left is
+    less than mixtures took beyond the sum of their parts: a loop more takes memory of its own
+    (docs/train/recomputation.md). Of a unit where nothing was chosen: a policy fits, or was not compiled.
     """
     chosen, budget = own["chosen"], own["budget"]
     if not chosen:
-        return [f"{remat} fits, and nothing was chosen" for remat, size in own["compiled"].items() if size <= budget]
+        fits = {name: own["compiled"].get(name, 0) <= budget for name in NAMED}
+        return [f"{name} fits or was not compiled, and nothing was chosen" for name, one in fits.items() if one]
     bytes_, again = own["compiled"][chosen], own["recomputed"]
     found = [f"{chosen} takes {bytes_:,} bytes of {budget:,}"] if bytes_ > budget else []
-    less = [size for remat, size in own["compiled"].items() if "=" in remat and again[remat] < again[chosen]]
-    if again[chosen] and bytes_ < 0.95 * budget and not (less and min(less) > budget):
+    of_a_loop = min((excess(own, remat) for remat in own["compiled"] if "=" in remat), default=0.0)
+    if again[chosen] and bytes_ + max(0.0, of_a_loop) < 0.95 * budget:
         found.append(f"{chosen} uses {bytes_ / budget:.3f} of the limit")
     found += [
         f"{remat} fits and recomputes no more than {chosen}"
@@ -198,6 +199,13 @@ def problems(own: dict) -> list[str]:
         if remat != chosen and size <= budget and (again[remat] < again[chosen])
     ]
     return found
+
+
+def excess(own: dict, remat: str) -> float:
+    """Bytes that a mixture takes beyond the sum of its parts, by those of its policies for all layers."""
+    sizes = own["compiled"] | own["predicted"]
+    parts = [(name, int(count)) for name, _, count in (one.rpartition("=") for one in remat.split(","))]
+    return own["compiled"][remat] - sum(count * sizes[name] for name, count in parts) / sum(n for _, n in parts)
 
 
 def main() -> None:

@@ -359,18 +359,22 @@ def _with_persistent_share(
     def run_of(plan: PersistentPlan) -> RunConfig:
         return with_remat(replace(config, host=replace(config.host, persistent=plan.share)), plan.remat)
 
+    took: dict[tuple[float, str], int] = {}
+
+    def compiled(plan: PersistentPlan) -> StepBytes:
+        found = measure(run_of(plan))
+        took[plan.share, plan.remat] = found.device
+        return found
+
+    def row(plan: PersistentPlan) -> tuple[str, ...]:
+        size = took.get((plan.share, plan.remat), plan.bytes)
+        said = "chosen" if plan == chosen else "too large, as compiled" if size > budget else ""
+        gib = (f"{one / 2**30:.3f}" for one in (plan.stays, plan.streamed, size))
+        return f"{plan.share:g}", plan.remat, *gib, f"{plan.seconds * 1e3:.1f}", said
+
     replace, plans = dataclasses.replace, plans_of(0)
-    chosen = fastest_that_fits(plans, budget, tier, lambda plan: measure(run_of(plan)), plans_of)
-    rows = [
-        (
-            f"{plan.share:g}",
-            plan.remat,
-            *(f"{size / 2**30:.3f}" for size in (plan.stays, plan.streamed, plan.bytes)),
-            f"{plan.seconds * 1e3:.1f}",
-            "chosen" if plan.share == chosen.share else "",
-        )
-        for _, plan in sorted({plan.share: plan for plan in (*plans, chosen)}.items())
-    ]
+    chosen = fastest_that_fits(plans, budget, tier, compiled, plans_of)
+    rows = [row(plan) for _, plan in sorted({plan.share: plan for plan in (*plans, chosen)}.items())]
     head = ("host.persistent", "model.remat", "GiB persistent", "streamed", "of the step", "ms by the plan", "")
     print(columns(head, rows, "<<>>>><"), end="\n\n", flush=True)
     return run_of(chosen)

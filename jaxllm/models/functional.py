@@ -444,11 +444,11 @@ class Functional:
         def reading(
             carry: tuple[Stream, Any, Any], step: tuple[LayerIndex], wrap: Wrap | None = None
         ) -> tuple[Any, None]:
-            own, gradient = stack_reads.read(params, carry[2], *step)
+            own, gradient = stack_reads.read(frozen, carry[2], *step)
             out, _ = group(carry[:2], (own, *step), wrap)
             return (*out, gradient), None
 
-        start, gradient = 0, stack_reads.gradient_of(params)
+        start, frozen, gradient = 0, jax.lax.stop_gradient(params), stack_reads.gradient_of(params)
         for name, kind, count in pieces:
             steps = (numbers[start : start + count],)
             start, carry = start + count, (as_kind(carry[0], kind), carry[1])

@@ -123,12 +123,12 @@ def fastest_that_fits(
         again: the plans with an ``error`` in their predicted bytes: asked where the step leaves much of the budget, and
             where all that were compiled are over it.
     """
-    errors: list[int] = []
+    over: dict[tuple[float, str], int] = {}  # bytes that those over the budget took beyond their prediction
 
     def fitting(plan: PersistentPlan) -> PersistentPlan | None:
         found = measure(plan)
         if found.device > budget:
-            errors.append(found.device - plan.bytes)
+            over[plan.share, plan.remat] = found.device - plan.bytes
         fits = found.device <= budget and found.host <= host.bytes + plan.stays
         return plan._replace(bytes=found.device) if fits else None
 
@@ -145,10 +145,11 @@ def fastest_that_fits(
                 if (fuller := fitting(one)) is not None:
                     return fuller
         return best
-    for error in sorted(errors):  # with what they took more in mind, the least first
+    for error in sorted(over.values()):  # with what they took more in mind, the least first
         if again is None:
             break
         first, *others = again(error)
+        others = [plan for plan in others if (plan.share, plan.remat) not in over]
         one = min(others, key=lambda plan: plan.seconds, default=first)
         if one.seconds < first.seconds and (best := fitting(one)) is not None:
             return best

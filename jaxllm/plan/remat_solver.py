@@ -220,13 +220,16 @@ def solve(
             found[remat] = one
             break
         over = max(over, one.bytes - single[remat].bytes)
-    excess: dict[int, tuple[float, float]] = {}  # by loops, bytes of a mixed program beyond the sum of its parts
+    excess: dict[int, tuple[int, int]] = {}  # by loops, bytes of a mixed program beyond the sum of its parts
     solutions: set[str] = set()
 
     def mixture(loops: int) -> Mixture | None:
         """The mixture of least time of so many policies, if it was not measured yet."""
-        known = [n for n in excess if n <= loops]
-        more, away = excess[max(known)] if known else (0.0, 0.0)
+        known = max((n for n in excess if n <= loops), default=min(excess, default=loops))
+        share = min(
+            1.0, max(loops - 1, 1) / max(known - 1, 1)
+        )  # of a program with more loops, if none with fewer was measured
+        more, away = (share * one for one in excess.get(known, (0, 0)))
         limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - max(0.0, away)))
         counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward, loops)
         if counts is None or (remat := format_policies(model, counts)) in named or remat in solutions:
@@ -242,6 +245,8 @@ def solve(
 
     for _ in range(TRIES):
         mixtures = [one for loops in range(2, LOOPS + 1) if (one := mixture(loops)) is not None]
+        fastest = min((seconds(one) for one in found.values()), default=math.inf)
+        mixtures = [one for one in mixtures if seconds(one.parts) < fastest]
         if not mixtures:
             break
         loops, remat, parts = min(mixtures, key=lambda one: seconds(one.parts))

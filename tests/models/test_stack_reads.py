@@ -15,6 +15,7 @@ from jaxllm.models import functional
 from jaxllm.models.layers import stack_reads
 from jaxllm.train import value_and_grad
 from tests import tiny
+from tests.models.jaxprs import equations
 
 pytestmark = pytest.mark.usefixtures("float64")
 LAYERS = 8
@@ -56,7 +57,7 @@ def test_integers_have_no_gradient():
     def total(stack: Any) -> Any:
         gradient, found = stack_reads.gradient_of(stack), 0.0
         for layer in range(3):
-            own, gradient = stack_reads.read(stack, gradient, jnp.int32(layer))
+            own, gradient = stack_reads.read(jax.lax.stop_gradient(stack), gradient, jnp.int32(layer))
             found += (layer + 1) * own["scales"] * own["packed"].sum()
         return found
 
@@ -64,3 +65,18 @@ def test_integers_have_no_gradient():
     assert value == 2 * 5 + 3 * 2 * 9
     assert grads["packed"].dtype == jax.dtypes.float0
     np.testing.assert_array_equal(grads["scales"], [1, 2 * 5, 3 * 9])
+
+
+def test_what_is_not_trained_has_no_gradient():
+    frozen = jnp.ones((3, 2))
+
+    def total(trained: Any) -> Any:
+        stack = {"frozen": frozen, "trained": trained}
+        gradient, found = stack_reads.gradient_of(stack), 0.0
+        for layer in range(3):
+            own, gradient = stack_reads.read(jax.lax.stop_gradient(stack), gradient, jnp.int32(layer))
+            found += (own["trained"] * own["frozen"]).sum()
+        return found
+
+    traced = jax.make_jaxpr(jax.grad(total))(jnp.ones((3, 2)))
+    assert sum(e.primitive.name == "dynamic_update_slice" for e in equations(traced)) == 3

@@ -127,7 +127,7 @@ def test_the_split_with_little_data_is_that_of_a_search(flops, name, share):
 def test_rows_are_what_devices_divide(rows):
     made = round_rows(rows)
     assert made / (made & -made) in (1, 3)
-    assert 0.79 < made / rows < 1.34 or rows < 1
+    assert 0.79 < made / rows < 1.34 or rows < 1.5
 
 
 def test_the_command(tmp_path, capsys):

@@ -63,19 +63,19 @@ def post(client: httpx.Client, what: str, status: int = 200, **body: Any) -> dic
 
 def test_an_adapter_is_a_model_name(client, folder):
     """For OpenAI's own client; its outputs are those of the engine with this adapter."""
-    own = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="any")
-    cards = {card.id: card.model_extra for card in own.models.list()}
-    assert {name: (extra or {}).get("parent") for name, extra in cards.items()} == {"tiny": None, "one": "tiny"}
-    assert own.models.retrieve("one").id == "one"
-    chat = own.chat.completions.create(
-        model="one", messages=[{"role": "user", "content": "a"}], max_tokens=4, temperature=0
-    )
-    assert chat.model == "one"
-    assert len({say(client, "tiny"), say(client, "one")}) == 2
-    with pytest.raises(openai.NotFoundError, match="no model 'four'; this server serves 'tiny' and 1 adapters"):
-        own.completions.create(model="four", prompt="a")
-    with pytest.raises(openai.NotFoundError, match="'one' is an adapter; embeddings are of 'tiny' alone"):
-        own.embeddings.create(model="one", input="a")
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="any") as own:
+        cards = {card.id: card.model_extra for card in own.models.list()}
+        assert {name: (extra or {}).get("parent") for name, extra in cards.items()} == {"tiny": None, "one": "tiny"}
+        assert own.models.retrieve("one").id == "one"
+        chat = own.chat.completions.create(
+            model="one", messages=[{"role": "user", "content": "a"}], max_tokens=4, temperature=0
+        )
+        assert chat.model == "one"
+        assert len({say(client, "tiny"), say(client, "one")}) == 2
+        with pytest.raises(openai.NotFoundError, match="no model 'four'; this server serves 'tiny' and 1 adapters"):
+            own.completions.create(model="four", prompt="a")
+        with pytest.raises(openai.NotFoundError, match="'one' is an adapter; embeddings are of 'tiny' alone"):
+            own.embeddings.create(model="one", input="a")
 
 
 def test_adapters_are_loaded_rolled_back_and_unloaded(client, folder):

@@ -1,4 +1,4 @@
-"""Layers of one stack that several loops read in turn, without copies of the stack in either pass.
+"""Layers of one stack that several loops read in turn, without slices of it and sums of padded gradients.
 
 Layers with different remat policies are a loop each. Slices of the stack for each loop are copies, and so is the sum of
 their gradients, which are padded to the size of the stack. Here a loop reads a layer at its number from the whole
@@ -14,44 +14,48 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 
-@jax.custom_vjp
 def gradient_of(stack: Any) -> Any:
-    """Stand-in whose cotangent is the gradient of stacked parameters: zeros of their shapes.
+    """Stand-ins whose cotangents are the gradients of stacked parameters: zeros of their shapes.
 
     Args:
         stack: stacked parameters, arrays ``[layers, ...]``.
     """
-    return jax.tree.map(jnp.zeros_like, stack)
+    return jax.tree.map(_stand_in, stack)
 
 
 def read(stack: Any, gradient: Any, layer: Int[Array, ""]) -> tuple[Any, Any]:
-    """Parameters of one layer, and the stand-in for the next read. Each layer may be read once.
+    """Parameters of one layer, and the stand-ins for the next read. Each layer may be read once.
 
     Args:
-        stack: stacked parameters; no gradient flows to them from here.
-        gradient: ``gradient_of`` them, or what the read before returned.
+        stack: stacked parameters under ``jax.lax.stop_gradient``, which is outside of the loop: no gradient flows here.
+        gradient: ``gradient_of`` the parameters, or what the read before returned.
         layer: number of the layer.
     """
-    return _read(jax.lax.stop_gradient(stack), gradient, layer)
+    leaves, tree = jax.tree.flatten(stack)
+    # Array by array, so that those that are not trained have no gradient.
+    pairs = [_read(own, one, layer) for own, one in zip(leaves, jax.tree.leaves(gradient), strict=True)]
+    return tree.unflatten([own for own, _ in pairs]), tree.unflatten([one for _, one in pairs])
 
 
 @jax.custom_vjp
-def _read(stack: Any, gradient: Any, layer: Int[Array, ""]) -> tuple[Any, Any]:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stack), gradient
+def _stand_in(stack: Shaped[Array, "L ..."]) -> Shaped[Array, "L ..."]:
+    return jnp.zeros_like(stack)
 
 
-def _write(layer: Int[Array, ""], cotangents: tuple[Any, Any]) -> tuple[None, Any, None]:
-    def written(whole: Any, own: Any) -> Any:
-        if whole.dtype == jax.dtypes.float0:  # of integers, such as those of packed weights
-            return whole
-        return jax.lax.dynamic_update_index_in_dim(whole, own.astype(whole.dtype), layer, 0)
+@jax.custom_vjp
+def _read(
+    stack: Shaped[Array, "L ..."], gradient: Shaped[Array, "L ..."], layer: Int[Array, ""]
+) -> tuple[Shaped[Array, "..."], Shaped[Array, "L ..."]]:
+    return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False), gradient
 
+
+def _write(layer: Int[Array, ""], cotangents: tuple[Array, Array]) -> tuple[None, Array, None]:
     own, gradient = cotangents
-    return None, jax.tree.map(written, gradient, own), None
+    return None, jax.lax.dynamic_update_index_in_dim(gradient, own, layer, 0), None
 
 
-gradient_of.defvjp(lambda stack: (gradient_of(stack), None), lambda _, gradient: (gradient,))
+_stand_in.defvjp(lambda stack: (_stand_in(stack), None), lambda _, gradient: (gradient,))
 _read.defvjp(lambda stack, gradient, layer: (_read(stack, gradient, layer), layer), _write)
