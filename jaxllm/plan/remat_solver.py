@@ -207,6 +207,13 @@ def solve(
         exposed = 0.0 if host is None else host.exposed(away, forward, 2 * forward + again)
         return RematCandidate(base.bytes + device, 3 * forward + again, away, exposed)
 
+    def whole(name: str) -> RematCandidate:
+        """Policy for all layers, measured; its bytes are those of a layer from now on."""
+        one = tried[name] = tried[name] if name in tried else measured(name)
+        sizes = (one.bytes - base.bytes) / model.layers, one.host / model.layers
+        layer[name] = layer[name]._replace(device=sizes[0], host=sizes[1])
+        return one
+
     # The best of them is one loop: it is there if mixtures take more than their parts.
     over = 0
     for _ in range(ALONE):
@@ -215,7 +222,7 @@ def solve(
         if not single:
             break
         remat = min(single, key=lambda name: seconds(single[name]))
-        one = tried[remat] = measured(remat)
+        one = whole(remat)
         if fits(one):
             found[remat] = one
             break
@@ -251,12 +258,13 @@ def solve(
             break
         loops, remat, parts = min(mixtures, key=lambda one: seconds(one.parts))
         solutions.add(remat)
-        one = tried[remat] = tried[remat] if remat in tried else measured(remat)
+        one = tried[remat] = whole(remat) if remat in layer else measured(remat)
         if fits(one):
             found[remat] = one
             if one.bytes >= CLOSE * budget:
                 break
-        excess[loops] = one.bytes - parts.bytes, one.host - parts.host
+        if remat not in layer:
+            excess[loops] = one.bytes - parts.bytes, one.host - parts.host
     if not found:
         raise _nothing_fits(named, budget, host)
     remat = min(found, key=lambda one: (seconds(found[one]), -found[one].bytes))
