@@ -233,9 +233,8 @@ def solve(
     def mixture(loops: int) -> Mixture | None:
         """The mixture of least time of so many policies, if it was not measured yet."""
         known = max((n for n in excess if n <= loops), default=min(excess, default=loops))
-        share = min(
-            1.0, max(loops - 1, 1) / max(known - 1, 1)
-        )  # of a program with more loops, if none with fewer was measured
+        # In proportion, of a program with more loops where none with so many or fewer was measured.
+        share = min(1.0, max(loops - 1, 1) / max(known - 1, 1))
         more, away = (share * one for one in excess.get(known, (0, 0)))
         limit = None if host is None else dataclasses.replace(host, bytes=int(host.bytes - max(0.0, away)))
         counts = solve_policies(model, layer, budget - base.bytes - more, limit, forward, loops)
