@@ -3,7 +3,8 @@
 For tests whose cases are many and costly, and say the same of one code: a model family each, a mesh each, a kernel's
 shapes. The seed, another with every commit, draws the given share of a test's cases, which may be none of few; a test
 without parameters is itself drawn or not. All shares are multiplied by `OF_SHARES`, the one number that sets the time
-of the whole suite. `make test ALL=1` runs all cases, as does naming a folder, a file or a test.
+of the whole suite; a share above 1 is of tests that are to be in more runs than that. `make test ALL=1` runs all cases,
+as does naming a folder, a file or a test.
 
     JAXLLM_ALL_CASES    1: run all, as `--all-cases`
 """
