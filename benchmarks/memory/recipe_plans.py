@@ -156,7 +156,8 @@ def table(name: str, own: dict) -> str:
         for remat in sorted(size, key=lambda remat: size[remat])
     ]
     head = ("model.remat", "GiB", "fits", "GFLOP again per token", "")
-    return f"{name}, at most {own['budget'] / 2**30:.2f} GiB\n\n    " + columns(head, rows, "<>>><").replace(
+    nothing = "" if own["chosen"] else ": nothing fits, and the plan is refused"
+    return f"{name}, at most {own['budget'] / 2**30:.2f} GiB{nothing}\n\n    " + columns(head, rows, "<>>><").replace(
         "\n", "\n    "
     )
 
@@ -181,7 +182,7 @@ def page(results: Path = RESULTS) -> str:
 def problems(own: dict) -> list[str]:
     """Conditions that a unit does not meet: it is over the limit, or a policy for all layers fits and recomputes less,
     or it uses less than 95% of the limit though something is computed again. The last is allowed where what is left is
-    less than mixtures took beyond the sum of their parts: a loop more takes memory of its own
+    less than mixtures that recompute less took beyond the sum of their parts: a loop more takes memory of its own
     (docs/train/recomputation.md). Of a unit where nothing was chosen: a policy fits, or was not compiled.
     """
     chosen, budget = own["chosen"], own["budget"]
@@ -190,7 +191,8 @@ def problems(own: dict) -> list[str]:
         return [f"{name} fits or was not compiled, and nothing was chosen" for name, one in fits.items() if one]
     bytes_, again = own["compiled"][chosen], own["recomputed"]
     found = [f"{chosen} takes {bytes_:,} bytes of {budget:,}"] if bytes_ > budget else []
-    of_a_loop = min((excess(own, remat) for remat in own["compiled"] if "=" in remat), default=0.0)
+    faster = [remat for remat in own["compiled"] if "=" in remat and again[remat] < again[chosen]]
+    of_a_loop = min((excess(own, remat) for remat in faster), default=0.0)
     if again[chosen] and bytes_ + max(0.0, of_a_loop) < 0.95 * budget:
         found.append(f"{chosen} uses {bytes_ / budget:.3f} of the limit")
     found += [

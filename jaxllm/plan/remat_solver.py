@@ -214,19 +214,19 @@ def solve(
         layer[name] = layer[name]._replace(device=sizes[0], host=sizes[1])
         return one
 
-    # The best of them is one loop: it is there if mixtures take more than their parts.
-    over = 0
+    # The best of them is one loop: it is there if mixtures take more than their parts. What the first takes beyond its
+    # sizes, or less than them, others take too.
+    beyond = 0
     for _ in range(ALONE):
         single = {name: alone(name) for name in layer if name not in named and name not in tried}
-        single = {name: one for name, one in single.items() if fits(one._replace(bytes=one.bytes + over))}
-        if not single:
+        single = {name: one for name, one in single.items() if fits(one._replace(bytes=one.bytes + beyond))}
+        remat = min(single, key=lambda name: seconds(single[name]), default="")
+        if not single or (tried and seconds(single[remat]) >= min(map(seconds, found.values()), default=math.inf)):
             break
-        remat = min(single, key=lambda name: seconds(single[name]))
         one = whole(remat)
+        beyond = one.bytes - single[remat].bytes if fits(one) else max(beyond, one.bytes - single[remat].bytes)
         if fits(one):
             found[remat] = one
-            break
-        over = max(over, one.bytes - single[remat].bytes)
     excess: dict[int, tuple[int, int]] = {}  # by loops, bytes of a mixed program beyond the sum of its parts
     solutions: set[str] = set()
 

@@ -152,6 +152,42 @@ def test_estimates_of_small_programs():
     assert estimate(loop).temporaries == 2 * 8192 + 1024 + 3 * 1024
 
 
+def test_a_loop_reads_what_its_body_reads():
+    def loop(carry, xs):
+        x, unread, stacked = carry
+        return (x @ xs, unread, stacked), (stacked, x)
+
+    x = jnp.ones((16, 16))  # 1,024 bytes
+    traced = jax.make_jaxpr(lambda *carry: jax.lax.scan(loop, carry, jnp.ones((8, 16, 16))))(x, x, x)
+    found = graph_of(traced)
+    (run,) = (i for i, one in enumerate(found.primitives) if one == "scan")
+    moved, unread, stacked, copies, inputs = found.results
+    assert (unread, stacked) == (1, 2), "what the body returns as it is"
+    assert set(found.graph.operations[run].inputs) & {0, 1, 2} == {0}
+    assert found.graph.operations[copies].inputs == (run, 2)
+    assert found.graph.operations[inputs].inputs == (run, 0)
+    assert found.carried == {moved: 0}
+    # The matrices and two stacks, of one if nothing reads the other; the carry; in the body a slice and the product.
+    assert estimate(traced).temporaries == 3 * 8192 + 1024 + 2 * 1024
+    fewer = jax.make_jaxpr(lambda *carry: jax.lax.scan(loop, carry, jnp.ones((8, 16, 16)))[1][1])(x, x, x)
+    assert estimate(fewer).temporaries == 2 * 8192 + 1024 + 2 * 1024
+
+
+def test_carries_are_in_one_place():
+    def write(stack, n):
+        return jax.lax.dynamic_update_index_in_dim(stack, jnp.float32(n), n, 0), None
+
+    def twice(n):
+        stack = jnp.zeros(1024) + n
+        for _ in range(2):
+            stack, _ = jax.lax.scan(write, stack, jnp.arange(8))
+        return stack
+
+    assert estimate(jax.make_jaxpr(twice)(1.0)).temporaries < 1.1 * 4096
+    kept = jax.make_jaxpr(lambda n: (twice(n), jax.lax.scan(write, jnp.zeros(1024) + n, jnp.arange(8))[0]))(1.0)
+    assert 2 * 4096 <= estimate(kept).temporaries < 2.1 * 4096
+
+
 def test_compile_estimates_without_compiling(capsys, monkeypatch):
     monkeypatch.setattr("jaxllm.train.compile_step.compile_for", None)
     small = ["--model.layers", "2", "--model.embed-dim", "32", "--data.seq-len", "32"]

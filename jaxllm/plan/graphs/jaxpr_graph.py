@@ -2,7 +2,8 @@
 
 Calls are inlined (``jit``, ``jax.checkpoint``, ``custom_vjp``, ``shard_map``); loops and conditions are one operation,
 whose scratch bytes are those inside it. Values that share memory are one: reshapes, transposes, names, casts of the
-mesh. An operation with several results is a run without bytes of its own, which each result reads.
+mesh, and carries that a loop's body returns as they are, which the loop does not read unless the body does. An
+operation with several results is a run without bytes of its own, which each result reads.
 
 Bytes are those of a shard where the traced arrays say how they are split (explicit mesh axes). FLOPs count matmuls
 only, two for a multiply-add; a ``while`` loop counts as one iteration, and a Pallas kernel by its own estimate.
@@ -11,8 +12,9 @@ only, two for a multiply-add; a ``while`` loop counts as one iteration, and a Pa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend.core import Literal
@@ -63,6 +65,7 @@ class TracedGraph:
         names: ``checkpoint_name``s of each value.
         results: operation of each result of the jaxpr; None for a literal.
         arguments: how many of the first operations are arguments of the jaxpr.
+        carried: of the operations that are a loop's carries as it ends, what the loop began with.
     """
 
     graph: ValueGraph
@@ -70,11 +73,21 @@ class TracedGraph:
     names: tuple[frozenset[str], ...]
     results: tuple[int | None, ...]
     arguments: int
+    carried: dict[int, int]
+
+    def needed(self) -> list[int]:
+        """Operations, in order, that the results read, directly or through others, and all carries of such loops."""
+        found = set(self.graph.outputs)
+        for i in reversed(range(len(self.graph.operations))):
+            if i in found:
+                found |= set(self.graph.operations[i].inputs)
+        loops = {i: self.graph.operations[i].inputs[0] for i in self.carried if self.primitives[i] == "result"}
+        return sorted(found | {i for i, loop in loops.items() if loop in found})
 
 
-Scratch = Callable[[TracedGraph, int], int]
-"""Function from a loop's body, and the number of its last arguments that are slices of arrays, to the bytes that its
-operations take."""
+Scratch = Callable[[TracedGraph, int, int], int]
+"""Function from a loop's body, and how many of its arguments are constants and how many of those after them carries
+(the rest are slices of arrays), to the bytes that its operations take."""
 
 
 def graph_of(jaxpr: Any, scratch: Scratch | None = None) -> TracedGraph:
@@ -98,6 +111,7 @@ def graph_of(jaxpr: Any, scratch: Scratch | None = None) -> TracedGraph:
         tuple(frozenset(one) for one in reader.names),
         tuple(results),
         arguments,
+        reader.carried,
     )
 
 
@@ -163,6 +177,7 @@ class _Reader:
         self.operations: list[Operation] = []
         self.primitives: list[str] = []
         self.names: list[set[str]] = []
+        self.carried: dict[int, int] = {}
 
     def add(
         self,
@@ -207,14 +222,51 @@ class _Reader:
                 self.names[inputs[0]].add(equation.params["name"])
             return inputs
         label = name + (f" {equation.params['name']}" if isinstance(equation.params.get("name"), str) else "")
+        if name == "scan":
+            return self._loop(equation, given, sizes, label)
         taken = 0
         if bodies and self.scratch is not None:
-            slices = len(given) - sum(scan_counts(equation)) if name == "scan" else 0
-            taken = max(self.scratch(graph_of(body, self.scratch), slices) for body in bodies)
+            graphs = [graph_of(body, self.scratch) for body in bodies]
+            taken = max(self.scratch(graph, graph.arguments, 0) for graph in graphs)
+        return self._results(label, name, inputs, sizes, flops_of(equation), taken)
+
+    def _loop(self, equation: Any, given: list[int | None], sizes: list[int], label: str) -> list[int]:
+        """Adds a loop; its results, carries first.
+
+        A carry that the body returns as it is is what the loop was given, and arguments that it stacks as they are are
+        read by that result, not by the loop.
+        """
+        consts, carries = scan_counts(equation)
+        body = graph_of(inner_jaxprs(equation)[0], self.scratch)
+        taken = 0 if self.scratch is None else self.scratch(body, consts, carries)
+        begun = {n: i for n, i in enumerate(given[consts : consts + carries]) if i is not None}
+        same = {n: i for n, i in begun.items() if body.results[n] == consts + n}
+        read = {j for i in body.needed() for j in body.graph.operations[i].inputs}
+        read |= {consts + n for n in begun.keys() - same}
+        inputs = [i for n, i in enumerate(given) if i is not None and n in read]
+        sizes = [0 if n in same else size for n, size in enumerate(sizes)]
+        stacked = {n: j for n, j in enumerate(body.results) if n >= carries and j is not None and j < body.arguments}
+        also = {n: i for n, j in stacked.items() if (i := given[j]) is not None}
+        results = self._results(label, "scan", inputs, sizes, flops_of(equation), taken, also)
+        self.carried |= {results[n]: i for n, i in begun.items() if n not in same}
+        return [same.get(n, i) for n, i in enumerate(results)]
+
+    def _results(
+        self,
+        label: str,
+        primitive: str,
+        inputs: list[int],
+        sizes: list[int],
+        time: float,
+        scratch: int,
+        also: Mapping[int, int] = MappingProxyType({}),
+    ) -> list[int]:
+        """Adds an operation, and its results if they are several; ``also``: a value that a result reads besides."""
         if len(sizes) == 1:
-            return [self.add(label, name, inputs, sizes[0], flops_of(equation), taken)]
-        run = self.add(label, name, inputs, 0, flops_of(equation), taken)
-        return [self.add(f"{label}[{n}]", "result", [run], size) for n, size in enumerate(sizes)]
+            return [self.add(label, primitive, (*inputs, *also.values()), sizes[0], time, scratch)]
+        run = self.add(label, primitive, inputs, 0, time, scratch)
+        reads = [(run, also[n]) if n in also else (run,) for n in range(len(sizes))]
+        return [self.add(f"{label}[{n}]", "result", reads[n], size) for n, size in enumerate(sizes)]
 
     def _call(self, body: Any, given: list[int | None]) -> list[int]:
         values = {var: self.add("constant", "", (), bytes_of(var.aval), given=True) for var in body.constvars}

@@ -23,8 +23,9 @@ ON = "v6e:8x8"
 @proof("policies", cases=NAMES, sample=1, quick=[name for name in NAMES if planned(name)])
 def recipe_plans(name: str) -> None:
     """Compiled bytes of the solution are within the limit, and no policy for all layers that fits recomputes less.
-    Where something is computed again they use 95% of the limit, or leave less than mixtures take beyond the sum of
-    their parts. Where nothing was chosen, no policy fits. Bytes in docs/train/recipe_plans.json are not compiled again.
+    Where something is computed again they use 95% of the limit, or leave less than mixtures that recompute less take
+    beyond the sum of their parts. Where nothing was chosen, no policy fits. Bytes in docs/train/recipe_plans.json are
+    not compiled again.
     """
     assert problems(plan_unit(UNITS[NAMES.index(name)])) == []
 
