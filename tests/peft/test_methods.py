@@ -144,6 +144,21 @@ def test_a_packed_base_is_not_saved_dense() -> None:
     assert not shapes & {linear.shape for linear in model.linears().values()}
 
 
+@pytest.mark.drawn(0.25)
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+def test_layers_with_different_remat_have_the_gradients_of_one_loop(kind: str) -> None:
+    """The frozen base, packed or not, and the adapters are leaves of the stack that several loops read."""
+    run, model, _, params = start(kind)
+    params = moved(run, model, params)
+    trained = select(trained_params(run, model), params)
+
+    def found(remat: str) -> Any:
+        one = dataclasses.replace(model, config=dataclasses.replace(model.config, remat=remat))
+        return jax.device_get(quick.jit(jax.value_and_grad(lambda t: loss(one, merge(t, params))))(trained))
+
+    assert tiny.leaf_error(found("none=1,full=1"), found("none")) < 1e-12
+
+
 def test_targets_choose_matmuls() -> None:
     model = functional(MODEL)
     config = AdapterConfig("lora", targets=("segments/*/q,down",))
