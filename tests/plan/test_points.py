@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 
 import pytest
 
+from benchmarks.memory.recipe_plans import RESULTS, UNITS
+from jaxllm.cli.memory_budget import with_remat
+from jaxllm.plan.formulas.memory_estimate import predict
+from jaxllm.train.run import fitting_mesh
+from jaxllm.train.run_model import run_model
+from sharding.topology import Topology
 from tests.proofs.plan import mfu, points, ranking, unseen
 from tests.proofs.plan.points import predicted
 
@@ -50,3 +57,14 @@ def test_the_order_of_layouts_is_held_to_its_bounds():
     assert ranking.kendall(right) == 1
     assert ranking.kendall([(a, -b) for a, b in right]) == -1
     assert ranking.kendall([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=[one.name for one in UNITS])
+def test_recipes_under_memory_limits_take_what_was_compiled(unit):
+    """Compiled bytes of docs/train/recipe_plans.json, none of which the estimate was fitted to."""
+    run, topology = unit.run(), Topology.parse(unit.on)
+    mesh = fitting_mesh(run, run_model(run), topology.num_devices, topology.platform)
+    compiled = json.loads(RESULTS.read_text())[unit.name]["compiled"]
+    for remat in ("full", "elementwise"):
+        found = predict(with_remat(run, remat), mesh, topology)
+        assert found.total == pytest.approx(compiled[remat], rel=0.17), remat

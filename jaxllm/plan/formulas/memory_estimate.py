@@ -53,7 +53,7 @@ class BufferCopies:
             reads.
         inputs: whether layers' inputs are among these.
         sums: gradients, where they are also reduced over ``data``.
-        turns: micro-batches whose activations are live at once: the GPU compiler unrolls loops by two.
+        turns: micro-batches whose activations are live at once: the GPU compiler unrolls loops with collectives by two.
     """
 
     heads: float
@@ -150,7 +150,8 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     away = [round(size * of_layers * share) for size, share in ((parameters, run.host.params), (state, moved))]
     rows = min(1.0, offload_time.ROWS / run.model.layers)  # fraction of the offloaded state on the device at a time
     sums = copies.sums if dict(mesh.axes).get("data", 1) > 1 else 1.0
-    at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 else 1
+    devices = math.prod(dict(mesh.axes).values())
+    at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 and devices > 1 else 1
     beside = run.engine_beside
     engine = 0 if beside is None else engine_bytes(run.model, beside, mesh, topology.platform).total
     return MemoryEstimate(
