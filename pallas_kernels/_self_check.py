@@ -44,6 +44,7 @@ SAMPLES = {
     "grouped_matmul": "pallas_kernels.grouped_matmul.check_samples",
     "grouped_lora": "pallas_kernels.grouped_lora.check_samples",
     "packed_matmul": "pallas_kernels.packed_matmul.check_samples",
+    "ternary_matmul": "pallas_kernels.ternary_matmul.check_samples",
     "paged_attention": "pallas_kernels.paged_attention.check_samples",
 }
 """Operation -> module with ``samples(dtype)``. A ring needs several devices: it is checked by its tests alone."""

@@ -169,6 +169,17 @@ class ActivationFormat(Protocol):
 
 
 @runtime_checkable
+class RowwiseFormat(Protocol):
+    """Format of experts with a kernel that multiplies each row with its own expert's matrix."""
+
+    def multiply_rows(
+        self, rows: Float[Array, "M A"], experts: Int[Array, " M"], values: Array, scales: Array
+    ) -> Float[Array, "M B"] | None:
+        """The products, zeros where an expert's number is not that of one; None where the kernel is not chosen."""
+        ...
+
+
+@runtime_checkable
 class HostPackedFormat(Protocol):
     """Format whose arrays have sizes that depend on the weight's values, so that ``jax.jit`` cannot pack it."""
 
@@ -272,6 +283,10 @@ class PackedWeight:
             rows = self.format.round_activations(rows)
         experts, inner, columns = self.shape
         form = self.format
+        if isinstance(form, RowwiseFormat) and rows.shape[0] <= experts:  # hardly a matrix is decoded twice
+            own = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
+            if (found := form.multiply_rows(rows, own, self.values, self.scales)) is not None:
+                return found
         few = min(FEW_ROWS[target_device().platform], rows.shape[0]) if isinstance(form, FusedFormat) else 0
         decodes = rows.shape[0] <= experts * max(few, 1)
         most = 1 if decodes else max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize))

@@ -18,21 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8, UInt16, UInt32
 
-WORDS, LONGEST = 2**16, 14
-"""Codewords, and the most pairs of one."""
+from pallas_kernels.ternary_matmul.codewords import HALF, LONGEST
+
+WORDS = 2**16
+"""Codewords."""
 ZEROS = 0.885
 """Probability of a zero that the dictionary is made for."""
 SYMBOLS = 9
 """Pairs: ``first + 3 * second``, each value plus one, so that the pair of zeros is 4."""
-_HALF = 7
-"""Pairs in each of the two integers of a codeword's run: 4 bits each, the first in the lowest."""
 
 
 class Dictionary(NamedTuple):
     """The runs of all codewords.
 
     Attributes:
-        runs: uint32[2, 2^16], pairs of a codeword, 4 bits each, the first seven in the first integer.
+        runs: uint32[2, 2^16], pairs of a codeword and their number, see ``pallas_kernels.ternary_matmul.codewords``.
         lengths: int32[2^16], their number.
         children: int32[2^16 + 1, 9], codeword of a run with one more pair, -1 where it is none; the last row is that of
             the empty run.
@@ -60,11 +60,12 @@ def dictionary() -> Dictionary:
         children[parent, pair], lengths[word] = word, length
         if parent < WORDS:
             runs[:, word] = runs[:, parent]
-        runs[(length - 1) // _HALF, word] |= np.uint32(pair << 4 * ((length - 1) % _HALF))
+        runs[(length - 1) // HALF, word] |= np.uint32(pair << 4 * ((length - 1) % HALF))
         if length < LONGEST:
             for more, own in enumerate(chances):
                 heapq.heappush(heap, (chance * own, found, word, more, length + 1))
                 found += 1
+    runs[1] |= lengths.astype(np.uint32) << np.uint32(28)
     return Dictionary(runs, lengths, children)
 
 
@@ -101,7 +102,7 @@ def decode_row(words: UInt16[np.ndarray, " W"], inputs: int) -> Int8[np.ndarray,
     out = list[int]()
     for word in words.tolist():
         for place in range(int(lengths[word])):
-            pair = int(runs[place // _HALF, word]) >> 4 * (place % _HALF) & 15
+            pair = int(runs[place // HALF, word]) >> 4 * (place % HALF) & 15
             out += [pair % 3 - 1, pair // 3 - 1]
     return np.asarray(out[:inputs], np.int8)
 
@@ -123,8 +124,8 @@ def decode(words: UInt16[Array, " W"], rows: int, inputs: int) -> Int8[Array, "R
     place = jnp.arange(rows * each) - starts[word]
     halves = jnp.asarray(table.runs)
     own = words[word]
-    runs = jnp.where(place < _HALF, halves[0][own], halves[1][own])
-    pair = (runs >> (4 * (place % _HALF)).astype(jnp.uint32) & 15).astype(jnp.int8)
+    runs = jnp.where(place < HALF, halves[0][own], halves[1][own])
+    pair = (runs >> (4 * (place % HALF)).astype(jnp.uint32) & 15).astype(jnp.int8)
     values = jnp.stack([pair % 3 - 1, pair // 3 - 1], axis=-1)
     return values.reshape(rows, 2 * each)[:, :inputs]
 

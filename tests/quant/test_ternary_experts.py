@@ -21,10 +21,14 @@ from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.models import functional
 from jaxllm.models.packed_weight import PackedWeight
 from jaxllm.quant import pack_params, packed_shapes
+from jaxllm.quant.formats import ternary_dictionary
 from jaxllm.quant.formats.format_names import parse_format
 from jaxllm.quant.formats.ternary_dictionary import TernaryDictionary
 from jaxllm.quant.packing import packed_weight
-from jaxllm.quant.ternary_code import LONGEST, WORDS, ZEROS, decode, decode_row, dictionary, encode
+from jaxllm.quant.ternary_code import WORDS, ZEROS, decode, decode_row, dictionary, encode
+from pallas_kernels._compat import TargetDevice, interpreting
+from pallas_kernels.ternary_matmul import ternary_matmul
+from pallas_kernels.ternary_matmul.codewords import LONGEST
 from tests.infer import engines
 from tests.quant.test_expert_formats import by_path, mixture, without_tokenizer  # noqa: F401
 from tests.quant.test_quantise import IDS, LENGTH, ROWS, logits
@@ -121,6 +125,29 @@ def test_one_expert_at_a_time_is_decoded():
     few, many = temporaries(4), temporaries(32)
     assert few >= 64 * 256 * 4
     assert many - few < 0.05 * few
+
+
+def test_few_rows_on_gpus_are_multiplied_where_they_are_decoded(rng, monkeypatch):
+    """No more rows than experts: by the kernel, here interpreted; with more, expert after expert."""
+    weight = ternary(rng.normal(size=(5, 70, 33)).astype(np.float32))
+    packed = packed_weight(TernaryDictionary(), jnp.asarray(weight))
+    asked: list[int] = []
+
+    def kernel(rows: Any, *more: Any) -> Any:
+        asked.append(rows.shape[0])
+        with interpreting():
+            return ternary_matmul(rows, *more, implementation="pallas_gpu")
+
+    monkeypatch.setattr(ternary_dictionary, "ternary_matmul", kernel)
+    monkeypatch.setattr(ternary_dictionary, "target_device", lambda: TargetDevice("gpu", "NVIDIA H100"))
+    monkeypatch.setattr(ternary_dictionary, "may_be_default", lambda operation, name: True)
+    for sizes in ([0, 2, 0, 1, 1], [1, 0, 0, 0, 1], [3, 0, 4, 0, 0]):
+        rows = rng.normal(size=(sum(sizes) + (sum(sizes) == 2), 70)).astype(np.float32)
+        got = packed.grouped_matmul(jnp.asarray(rows), jnp.asarray(sizes, jnp.int32))
+        matrices = np.repeat(weight, sizes, axis=0).astype(np.float64)
+        np.testing.assert_allclose(got[: sum(sizes)], np.einsum("mi,mio->mo", rows[: sum(sizes)], matrices), atol=1e-4)
+        assert not np.asarray(got)[sum(sizes) :].any()
+    assert asked == [4, 3]
 
 
 @pytest.mark.drawn(2)

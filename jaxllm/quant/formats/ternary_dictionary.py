@@ -2,9 +2,11 @@
 
 An expert's matrix has one scale for each output, and values of -1, 0 and 1 times it; the values of an output's inputs
 are a row of ``jaxllm.quant.ternary_code``. Codewords of a matrix are one after another, and matrices that are stacked
-are padded to the longest of them. A matmul decodes the matrix of one expert, and frees it.
+are padded to the longest of them. Before them is where each output's begin: two numbers of 16 bits, the lower first.
 
-Legend: I inputs, O outputs, W codewords of the longest matrix.
+A matmul decodes the matrix of one expert, and frees it; of few rows on GPUs, a kernel decodes within the matmul.
+
+Legend: I inputs, O outputs, W codewords of the longest matrix and 2 O before them, E experts, M rows.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt16
+from jaxtyping import Array, Float, Int, UInt16
 
 from jaxllm.quant.grids import TernaryGrid
-from jaxllm.quant.ternary_code import decode, encode
+from jaxllm.quant.ternary_code import decode, dictionary, encode
+from pallas_kernels._compat import target_device
+from pallas_kernels._dispatch import may_be_default
+from pallas_kernels.ternary_matmul import TernaryCode, ternary_matmul
 from sharding import LogicalAxes
 
 
@@ -67,10 +72,12 @@ class TernaryDictionary:
             matrix = weight[at].astype(jnp.float32)
             params = grid.fit(matrix)
             values = np.asarray(grid.encode(matrix, params)).astype(np.int8) - grid.middle
-            words.append(encode(np.ascontiguousarray(values.T))[0])
+            own, counts = encode(np.ascontiguousarray(values.T))
+            starts = np.cumsum(counts) - counts
+            words.append(np.concatenate([np.stack([starts % 2**16, starts >> 16], axis=1).ravel(), own]))
             scales.append(np.asarray(params.scale))
         most = max(len(one) for one in words)
-        stacked = np.stack([np.pad(one, (0, most - len(one))) for one in words])
+        stacked = np.stack([np.pad(one, (0, most - len(one))) for one in words]).astype(np.uint16)
         return (
             stacked.reshape(*lead, most, 1),
             np.stack(scales).reshape(*lead, 1, -1),
@@ -86,10 +93,22 @@ class TernaryDictionary:
         def one(arrays: tuple[Array, Array]) -> Array:
             words, scale = arrays
             wide = scale.astype(jnp.promote_types(jnp.float32, dtype))
-            return (decode(words, self.outputs, self.inputs).T * wide).astype(dtype)
+            return (decode(words[2 * self.outputs :], self.outputs, self.inputs).T * wide).astype(dtype)
 
         flat = (values.reshape(math.prod(lead), -1), scales.reshape(math.prod(lead), -1))
         return jax.lax.map(one, flat).reshape(*lead, self.inputs, self.outputs)
+
+    def multiply_rows(
+        self, rows: Float[Array, "M I"], experts: Int[Array, " M"], values: Array, scales: Array
+    ) -> Float[Array, "M O"] | None:
+        """Matmul of each row with its expert's matrix, which is decoded within it, where there is a kernel for it."""
+        if target_device().platform != "gpu" or not may_be_default("ternary_matmul", "pallas_gpu"):
+            return None
+        words, before = values[..., 0], 2 * self.outputs
+        parts = words[:, :before].astype(jnp.int32).reshape(-1, self.outputs, 2)
+        starts = parts[..., 0] + (parts[..., 1] << 16) + before
+        code = TernaryCode(words, starts, jnp.asarray(dictionary().runs))
+        return ternary_matmul(rows, code, scales[:, 0], experts.astype(jnp.int32))
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales."""
