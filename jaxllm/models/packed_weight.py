@@ -175,7 +175,7 @@ class RowwiseFormat(Protocol):
     def multiply_rows(
         self, rows: Float[Array, "M A"], experts: Int[Array, " M"], values: Array, scales: Array
     ) -> Float[Array, "M B"] | None:
-        """The products, zeros where an expert's number is not that of one; None where the kernel is not chosen."""
+        """The products, zeros where an expert's number is not that of one; None where no kernel takes them."""
         ...
 
 
@@ -283,7 +283,7 @@ class PackedWeight:
             rows = self.format.round_activations(rows)
         experts, inner, columns = self.shape
         form = self.format
-        if isinstance(form, RowwiseFormat) and rows.shape[0] <= experts:  # hardly a matrix is decoded twice
+        if isinstance(form, RowwiseFormat) and rows.shape[0] <= experts:  # more was not measured
             own = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows.shape[0]), side="right")
             if (found := form.multiply_rows(rows, own, self.values, self.scales)) is not None:
                 return found

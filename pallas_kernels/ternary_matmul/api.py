@@ -54,12 +54,11 @@ def ternary_matmul(
         ValueError: the shapes do not match.
         NotImplementedError: the implementation does not support these arguments.
     """
-    shapes = [code.words.shape[0], *code.starts.shape, x.shape[0]]
-    if shapes != [scales.shape[0], *scales.shape, experts.shape[0]]:
+    if code.words.shape[0] != scales.shape[0] or x.shape[0] != experts.shape[0]:
         raise ValueError(
             f"ternary_matmul: rows {list(x.shape)} with {experts.shape[0]} experts, codewords "
-            f"{list(code.words.shape)}, starts {list(code.starts.shape)} and scales {list(scales.shape)} do not go "
-            "together; they are [M, K], M, [E, W], [E, N] and [E, N]."
+            f"{list(code.words.shape)} and scales {list(scales.shape)} do not go together; they are [M, K], M, [E, W] "
+            "and [E, N]."
         )
     axes = varying_axes(x, *code, scales, experts)
     own = TernaryCode(*(vary_over(array, axes) for array in code))

@@ -22,19 +22,20 @@ def drawn_code(seed: int, experts: int, outputs: int, inputs: int) -> TernaryCod
     for place in range(LONGEST):
         runs[place // HALF] |= np.where(place < lengths, pairs[:, place], 0) << np.uint32(4 * (place % HALF))
     runs[1] |= lengths.astype(np.uint32) << np.uint32(28)
-    words, starts = list[list[int]](), np.zeros((experts, outputs), np.int32)
-    for expert in range(experts):
-        own = list[int]()
-        for output in range(outputs):
-            starts[expert, output], left = len(own), pairs_of(inputs)
+    words = list[list[int]]()
+    for _ in range(experts):
+        starts, own = list[int](), list[int]()
+        for _ in range(outputs):
+            starts += [len(own) % 2**16, len(own) >> 16]
+            left = pairs_of(inputs)
             while left:
                 word = int(rng.integers(WORDS)) if left >= LONGEST else left - 1  # the first ones have 1, 2, ... pairs
                 own.append(word)
                 left -= int(lengths[word])
-        words.append(own)
+        words.append(starts + own)
     most = max(map(len, words))
     stacked = np.stack([np.pad(one, (0, most - len(one))) for one in words]).astype(np.uint16)
-    return TernaryCode(jnp.asarray(stacked), jnp.asarray(starts), jnp.asarray(runs))
+    return TernaryCode(jnp.asarray(stacked), jnp.asarray(runs))
 
 
 def samples(dtype: DTypeLike) -> list[Sample]:

@@ -1,6 +1,6 @@
 """Ternary matrices as codewords of runs of pairs of values (QMoE, arXiv:2310.16795, section 4.2).
 
-Legend: E experts, W codewords of the longest matrix, N outputs, V codewords of the dictionary, P pairs of an output.
+Legend: E experts, W numbers of the longest matrix, V codewords of the dictionary.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ class TernaryCode(NamedTuple):
     """Matrices in a dictionary code.
 
     Attributes:
-        words: codewords of each matrix: output after output, the values of an output's inputs in order.
-        starts: the first codeword of each output.
+        words: of each matrix, where the codewords of each output begin, as two numbers of 16 bits, the lower first; and
+            the codewords: output after output, the values of an output's inputs in order.
         runs: pairs of each codeword of the dictionary, 4 bits each, the first seven in the first integer, the first in
             the lowest bits; the highest 4 bits of the second integer say how many there are. A pair is ``first + 3 *
             second``, each value plus one.
     """
 
     words: UInt16[Array, "E W"]
-    starts: Int32[Array, "E N"]
     runs: UInt32[Array, "2 V"]
 
 
 def pairs_of(inputs: int) -> int:
     """Pairs of an output; the last one of an odd number of inputs has a zero after it."""
     return -(-inputs // 2)
+
+
+def place_of(low: UInt16[Array, "..."], high: UInt16[Array, "..."], outputs: int) -> Int32[Array, "..."]:
+    """Where the codewords of an output begin among a matrix's numbers, from the two that say it."""
+    return low.astype(jnp.int32) + (high.astype(jnp.int32) << 16) + 2 * outputs
 
 
 def length_of(high: UInt32[Array, "..."]) -> Int32[Array, "..."]:

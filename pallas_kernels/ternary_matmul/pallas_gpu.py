@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels._compat import is_interpreting, result_like
 from pallas_kernels._pallas import bytes_of, check_supported, cost, round_up, stated
-from pallas_kernels.ternary_matmul.codewords import LONGEST, TernaryCode, length_of, pairs_of, values_at
+from pallas_kernels.ternary_matmul.codewords import LONGEST, TernaryCode, length_of, pairs_of, place_of, values_at
 
 OUTPUTS = 32
 """Outputs of a program: a warp's threads."""
@@ -44,7 +44,7 @@ def ternary_matmul_pallas_gpu(
         )
     pairs = pairs_of(k)
 
-    def body(x: Any, words: Any, starts: Any, runs: Any, scales: Any, experts: Any, out: Any) -> None:
+    def body(x: Any, words: Any, runs: Any, scales: Any, experts: Any, out: Any) -> None:
         row, left = pl.program_id(0), pl.program_id(1) * OUTPUTS
         outputs = left + jnp.arange(OUTPUTS, dtype=jnp.int32)
         expert = experts[row]
@@ -68,12 +68,14 @@ def ternary_matmul_pallas_gpu(
             return at + 1, place + length, acc
 
         zeros = jnp.zeros((OUTPUTS,), jnp.int32)
-        start = load(starts, (expert, outputs), own), zeros, zeros.astype(jnp.float32)
+        first = place_of(*(load(words, (expert, 2 * outputs + i), own) for i in (0, 1)), n)
+        start = first, zeros, zeros.astype(jnp.float32)
         acc = jax.lax.while_loop(unfinished, more, start)[2] * load(scales, (expert, outputs), own)
         plgpu.store(out.at[row, pl.ds(left, OUTPUTS)], acc.astype(out.dtype), mask=outputs < n)
 
     made = result_like(x, (m, n), x.dtype)
-    estimate = cost(2 * m * k * n, bytes_of(x, *code, scales, made))
+    read = min(1, m / count) * bytes_of(code.words, scales)  # of the experts that rows have, at most
+    estimate = cost(2 * m * k * n, bytes_of(x, code.runs, made) + read)
     wide = round_up(n, OUTPUTS)
     whole = lambda *shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))  # noqa: E731
     call = pl.pallas_call(

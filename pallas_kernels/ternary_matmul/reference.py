@@ -1,6 +1,6 @@
 """Reference matmul with ternary codes: decodes one matrix after another; defines the operation.
 
-Legend: M rows, K inputs, E experts, W codewords of a matrix, N outputs, V codewords of the dictionary.
+Legend: M rows, K inputs, E experts, W numbers of a matrix, N outputs, V codewords of the dictionary.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt16, UInt32
 
-from pallas_kernels.ternary_matmul.codewords import LONGEST, TernaryCode, length_of, pairs_of, values_at
+from pallas_kernels.ternary_matmul.codewords import LONGEST, TernaryCode, length_of, pairs_of, place_of, values_at
 
 
-def decoded(
-    words: UInt16[Array, " W"], starts: Int32[Array, " N"], runs: UInt32[Array, "2 V"], inputs: int
-) -> Int32[Array, "N K"]:
+def decoded(words: UInt16[Array, " W"], runs: UInt32[Array, "2 V"], outputs: int, inputs: int) -> Int32[Array, "N K"]:
     """Values of one matrix: its outputs go from codeword to codeword side by side, each at its own pace."""
-    pairs, outputs = pairs_of(inputs), jnp.arange(starts.shape[0])
+    pairs, rows = pairs_of(inputs), jnp.arange(outputs)
 
     def more(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         at, place, out = state
@@ -24,10 +22,11 @@ def decoded(
         for i in range(LONGEST):
             for j, value in enumerate(values_at(low, high, i)):
                 column = jnp.where(i < length_of(high), 2 * (place + i) + j, inputs)
-                out = out.at[outputs, column].set(value, mode="drop")
+                out = out.at[rows, column].set(value, mode="drop")
         return at + 1, place + length_of(high), out
 
-    start = (starts, jnp.zeros_like(starts), jnp.zeros((starts.shape[0], inputs), jnp.int32))
+    first = place_of(words[2 * rows], words[2 * rows + 1], outputs)
+    start = (first, jnp.zeros_like(first), jnp.zeros((outputs, inputs), jnp.int32))
     return jax.lax.while_loop(lambda state: jnp.any(state[1] < pairs), more, start)[2]
 
 
@@ -38,7 +37,7 @@ def ternary_matmul_reference(
     wide = jnp.promote_types(x.dtype, jnp.float32)
 
     def more(e: Array, out: Array) -> Array:
-        matrix = decoded(code.words[e], code.starts[e], code.runs, x.shape[1]).astype(wide)
+        matrix = decoded(code.words[e], code.runs, scales.shape[1], x.shape[1]).astype(wide)
         y = jnp.matmul(x.astype(wide), matrix.T, precision="highest") * scales[e].astype(wide)
         return jnp.where((experts == e)[:, None], y, out)
 

@@ -24,6 +24,7 @@ CASES = {
     "outputs of more than one tile": (3, 77, 64, 5),
     "more rows than experts": (2, 33, 130, 9),
     "long outputs": (1, 4, 700, 2),
+    "more than 2^16 codewords": (1, 300, 4000, 1),
 }
 """(experts, outputs, inputs, rows)."""
 
@@ -41,12 +42,12 @@ def draw(case: tuple[int, int, int, int], dtype: Any) -> tuple[Any, ...]:
 
 def oracle(x: Any, code: TernaryCode, scales: Any, experts: Any) -> np.ndarray:
     """Codeword after codeword of each output, in float64."""
-    words, starts, runs = (np.asarray(array) for array in code)
+    words, runs = (np.asarray(array).astype(int) for array in code)
     x, scales = np.asarray(x, np.float64), np.asarray(scales, np.float64)
     out = np.zeros((x.shape[0], scales.shape[1]))
     for e in range(scales.shape[0]):
         for n in range(scales.shape[1]):
-            values, at = list[int](), int(starts[e, n])
+            values, at = list[int](), 2 * scales.shape[1] + words[e, 2 * n] + 2**16 * words[e, 2 * n + 1]
             while len(values) < x.shape[1]:
                 low, high = (int(half) for half in runs[:, words[e, at]])
                 pairs = [(low if i < 7 else high) >> 4 * (i % 7) & 15 for i in range(high >> 28)]
@@ -63,6 +64,7 @@ def error(implementation: str, case: tuple[int, int, int, int], dtype: Any) -> f
     with interpreting() if implementation == "pallas_gpu" else contextlib.nullcontext():
         got = np.asarray(jax.jit(lambda *a: ternary_matmul(*a, implementation=implementation))(*arguments))
     want = oracle(*arguments)
+    assert (case[1] == 300) == (arguments[1].words.shape[1] > 2**16 + 2 * case[1])
     assert got.dtype == arguments[0].dtype
     assert not got[np.asarray(arguments[3]) == case[0]].any()
     return float(np.linalg.norm(got.astype(np.float64) - want) / (np.linalg.norm(want) or 1.0))
@@ -92,7 +94,7 @@ def test_bfloat16():
         ("2 * (place + i) + j", "2 * (place + i)"),
         ("(i < length) & (value != 0)", "value != 0"),
         ("at + 1, place + length", "at + 1, place + LONGEST"),
-        ("load(starts, (expert, outputs), own)", "load(starts, (0 * expert, outputs), own)"),
+        ("load(words, (expert, 2 * outputs + i), own)", "load(words, (0 * expert, 2 * outputs + i), own)"),
         ("load(scales, (expert, outputs), own)", "load(scales, (0 * expert, outputs), own)"),
         ("load(words, (expert, at), here)", "load(words, (0 * expert, at), here)"),
         ("& (expert < count)", ""),
@@ -117,6 +119,19 @@ def test_gradients_are_those_of_the_decoded_matrix(float64):
     step = 1e-6 * np.random.default_rng(0).normal(size=x.shape)
     slope = float(loss(x + step) - loss(x - step)) / 2
     assert np.vdot(jax.grad(loss)(x), step) == pytest.approx(slope, rel=1e-7)
+
+
+def test_gradients_through_the_kernel():
+    x, code, scales, experts = draw(CASES["more rows than experts"], np.float32)
+
+    def found(implementation: str) -> Any:
+        def loss(x: Any) -> Any:
+            return jnp.sum(jnp.sin(ternary_matmul(x, code, scales, experts, implementation=implementation)))
+
+        with interpreting() if implementation == "pallas_gpu" else contextlib.nullcontext():
+            return np.asarray(jax.jit(jax.grad(loss))(x))
+
+    np.testing.assert_allclose(found("pallas_gpu"), found("reference"), rtol=0, atol=2e-4)
 
 
 def test_what_cannot_be_is_refused(monkeypatch):

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.memory.recipe_plans import RESULTS, UNITS
+from benchmarks.memory.recipe_plans import RESULTS, UNITS, problems
 from jaxllm.cli.memory_budget import with_remat
 from jaxllm.plan.formulas.memory_estimate import predict
 from jaxllm.train.run import fitting_mesh
@@ -61,10 +61,31 @@ def test_the_order_of_layouts_is_held_to_its_bounds():
 
 @pytest.mark.parametrize("unit", UNITS, ids=[one.name for one in UNITS])
 def test_recipes_under_memory_limits_take_what_was_compiled(unit):
-    """Compiled bytes of docs/train/recipe_plans.json, none of which the estimate was fitted to."""
+    """Compiled bytes of docs/train/recipe_plans.json. No number was fitted to them; that one device has one micro-batch
+    at once was found with them.
+    """
     run, topology = unit.run(), Topology.parse(unit.on)
     mesh = fitting_mesh(run, run_model(run), topology.num_devices, topology.platform)
     compiled = json.loads(RESULTS.read_text())[unit.name]["compiled"]
     for remat in ("full", "elementwise"):
         found = predict(with_remat(run, remat), mesh, topology)
         assert found.total == pytest.approx(compiled[remat], rel=0.17), remat
+
+
+def test_what_a_plan_may_leave_of_its_limit():
+    """5% where something is computed again, or less than what faster mixtures took beyond the sum of their parts."""
+    again = {"full": 3.0, "a": 2.0, "none": 0.0, "full=1,a=1": 2.5, "a=1,none=1": 1.0}
+    plan = {"budget": 100, "predicted": {}, "recomputed": again}
+    sizes = {"full": 50, "a": 90, "none": 150}
+    few, more = {"full=1,a=1": 85, "a=1,none=1": 122}, {"full=1,a=1": 70, "a=1,none=1": 126}
+    assert problems(plan | {"chosen": "a", "compiled": sizes | few}) == ["a uses 0.900 of the limit"]
+    assert problems(plan | {"chosen": "a", "compiled": sizes | more}) == []
+    assert problems(plan | {"chosen": "a", "compiled": sizes | {"a": 96}}) == []
+    assert problems(plan | {"chosen": "a", "compiled": sizes | {"a": 101}}) == ["a takes 101 bytes of 100"]
+    assert problems(plan | {"chosen": "full", "compiled": sizes | {"a": 96}}) == [
+        "full uses 0.500 of the limit",
+        "a fits and recomputes no more than full",
+    ]
+    assert problems(plan | {"chosen": "none", "compiled": sizes | {"none": 60}}) == []
+    nothing = problems(plan | {"chosen": "", "compiled": dict.fromkeys(("full", "attention", "elementwise"), 200)})
+    assert nothing == ["none fits or was not compiled, and nothing was chosen"]

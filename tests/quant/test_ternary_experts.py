@@ -26,7 +26,7 @@ from jaxllm.quant.formats.format_names import parse_format
 from jaxllm.quant.formats.ternary_dictionary import TernaryDictionary
 from jaxllm.quant.packing import packed_weight
 from jaxllm.quant.ternary_code import WORDS, ZEROS, decode, decode_row, dictionary, encode
-from pallas_kernels._compat import TargetDevice, interpreting
+from pallas_kernels._compat import interpreting
 from pallas_kernels.ternary_matmul import ternary_matmul
 from pallas_kernels.ternary_matmul.codewords import LONGEST
 from tests.infer import engines
@@ -133,14 +133,15 @@ def test_few_rows_on_gpus_are_multiplied_where_they_are_decoded(rng, monkeypatch
     packed = packed_weight(TernaryDictionary(), jnp.asarray(weight))
     asked: list[int] = []
 
-    def kernel(rows: Any, *more: Any) -> Any:
-        asked.append(rows.shape[0])
+    def kernel(rows: Any, *more: Any, **options: Any) -> Any:
         with interpreting():
-            return ternary_matmul(rows, *more, implementation="pallas_gpu")
+            found = ternary_matmul(rows, *more, **options)
+        asked.append(rows.shape[0])
+        return found
 
     monkeypatch.setattr(ternary_dictionary, "ternary_matmul", kernel)
-    monkeypatch.setattr(ternary_dictionary, "target_device", lambda: TargetDevice("gpu", "NVIDIA H100"))
-    monkeypatch.setattr(ternary_dictionary, "may_be_default", lambda operation, name: True)
+    assert packed.format.multiply_rows(jnp.ones((1, 70)), jnp.zeros(1, int), packed.values, packed.scales) is None
+    monkeypatch.setattr(ternary_dictionary, "may_be_default", lambda operation, name: name == "pallas_gpu")
     for sizes in ([0, 2, 0, 1, 1], [1, 0, 0, 0, 1], [3, 0, 4, 0, 0]):
         rows = rng.normal(size=(sum(sizes) + (sum(sizes) == 2), 70)).astype(np.float32)
         got = packed.grouped_matmul(jnp.asarray(rows), jnp.asarray(sizes, jnp.int32))
@@ -148,6 +149,9 @@ def test_few_rows_on_gpus_are_multiplied_where_they_are_decoded(rng, monkeypatch
         np.testing.assert_allclose(got[: sum(sizes)], np.einsum("mi,mio->mo", rows[: sum(sizes)], matrices), atol=1e-4)
         assert not np.asarray(got)[sum(sizes) :].any()
     assert asked == [4, 3]
+    got = packed.grouped_matmul(jnp.ones((1, 70), jnp.float16), jnp.asarray([0, 0, 0, 0, 1], jnp.int32))
+    np.testing.assert_allclose(got[0], weight[4].sum(axis=0), rtol=1e-2, atol=0.1)
+    assert asked == [4, 3], "numbers that the kernel does not take are multiplied expert after expert"
 
 
 @pytest.mark.drawn(2)

@@ -65,7 +65,8 @@ class TracedGraph:
         names: ``checkpoint_name``s of each value.
         results: operation of each result of the jaxpr; None for a literal.
         arguments: how many of the first operations are arguments of the jaxpr.
-        carried: of the operations that are a loop's carries as it ends, what the loop began with.
+        carried: of the operations that are a loop's carries as it ends, what the loop began with, if it does not read
+            that otherwise.
     """
 
     graph: ValueGraph
@@ -233,22 +234,27 @@ class _Reader:
     def _loop(self, equation: Any, given: list[int | None], sizes: list[int], label: str) -> list[int]:
         """Adds a loop; its results, carries first.
 
-        A carry that the body returns as it is is what the loop was given, and arguments that it stacks as they are are
-        read by that result, not by the loop.
+        A carry that the body returns as it is is what the loop was given. What the body only stacks as it is is read by
+        that result, not by the loop.
         """
-        consts, carries = scan_counts(equation)
-        body = graph_of(inner_jaxprs(equation)[0], self.scratch)
-        taken = 0 if self.scratch is None else self.scratch(body, consts, carries)
-        begun = {n: i for n, i in enumerate(given[consts : consts + carries]) if i is not None}
-        same = {n: i for n, i in begun.items() if body.results[n] == consts + n}
-        read = {j for i in body.needed() for j in body.graph.operations[i].inputs}
-        read |= {consts + n for n in begun.keys() - same}
-        inputs = [i for n, i in enumerate(given) if i is not None and n in read]
+        body = inner_jaxprs(equation)[0]
+        first, carries = scan_counts(equation)
+        given, first = [None] * len(body.constvars) + given, len(body.constvars) + first
+        traced = graph_of(body, self.scratch)
+        taken = 0 if self.scratch is None else self.scratch(traced, first, carries)
+        begun = {n: i for n, i in enumerate(given[first : first + carries]) if i is not None}
+        same = {n: i for n, i in begun.items() if traced.results[n] == first + n}
+        read = {j for i in traced.needed() for j in traced.graph.operations[i].inputs if j < traced.arguments}
+        read |= {first + n for n in begun.keys() - same}
+        # Of what is returned as it is: other carries of the next turn are read, stacked values by their results.
+        returned = {n: j for n, j in enumerate(traced.results) if j is not None and j < traced.arguments}
+        read |= {j for n, j in returned.items() if n < carries and n not in same}
+        also = {n: i for n, j in returned.items() if n >= carries and j not in read and (i := given[j]) is not None}
+        inputs = [i for j, i in enumerate(given) if i is not None and j in read]
         sizes = [0 if n in same else size for n, size in enumerate(sizes)]
-        stacked = {n: j for n, j in enumerate(body.results) if n >= carries and j is not None and j < body.arguments}
-        also = {n: i for n, j in stacked.items() if (i := given[j]) is not None}
         results = self._results(label, "scan", inputs, sizes, flops_of(equation), taken, also)
-        self.carried |= {results[n]: i for n, i in begun.items() if n not in same}
+        throughout = {given[j] for j in read if not first <= j < first + carries}
+        self.carried |= {results[n]: i for n, i in begun.items() if n not in same and i not in throughout}
         return [same.get(n, i) for n, i in enumerate(results)]
 
     def _results(

@@ -9,7 +9,7 @@ estimate does the same by five rules, and takes the operations in the order in w
   far larger than what they are computed from.
 - An elementwise operation writes over an operand of as many bytes that nothing reads later.
 - A result as large as a donated argument lies in its memory.
-- A loop's carry lies in the memory of what it began with if nothing later reads that, and a body writes over its carry.
+- A scan's carry lies in the memory of what it began with if nothing else reads that, and a body writes over its carry.
 - What nothing reads on the way to a result has no memory, a loop's stacked values among it.
 
 It is not a bound: compilers reorder, fuse more, and pad. ``docs/train/recomputation.md`` says how far it is off.

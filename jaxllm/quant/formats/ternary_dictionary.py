@@ -2,7 +2,7 @@
 
 An expert's matrix has one scale for each output, and values of -1, 0 and 1 times it; the values of an output's inputs
 are a row of ``jaxllm.quant.ternary_code``. Codewords of a matrix are one after another, and matrices that are stacked
-are padded to the longest of them. Before them is where each output's begin: two numbers of 16 bits, the lower first.
+are padded to the longest of them. Before them is where each output's begin (``pallas_kernels.ternary_matmul``).
 
 A matmul decodes the matrix of one expert, and frees it; of few rows on GPUs, a kernel decodes within the matmul.
 
@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int, UInt16
 
 from jaxllm.quant.grids import TernaryGrid
 from jaxllm.quant.ternary_code import decode, dictionary, encode
-from pallas_kernels._compat import target_device
 from pallas_kernels._dispatch import may_be_default
 from pallas_kernels.ternary_matmul import TernaryCode, ternary_matmul
 from sharding import LogicalAxes
@@ -74,10 +73,11 @@ class TernaryDictionary:
             values = np.asarray(grid.encode(matrix, params)).astype(np.int8) - grid.middle
             own, counts = encode(np.ascontiguousarray(values.T))
             starts = np.cumsum(counts) - counts
-            words.append(np.concatenate([np.stack([starts % 2**16, starts >> 16], axis=1).ravel(), own]))
+            header = np.stack([starts % 2**16, starts >> 16], axis=1).astype(np.uint16)
+            words.append(np.concatenate([header.ravel(), own]))
             scales.append(np.asarray(params.scale))
         most = max(len(one) for one in words)
-        stacked = np.stack([np.pad(one, (0, most - len(one))) for one in words]).astype(np.uint16)
+        stacked = np.stack([np.pad(one, (0, most - len(one))) for one in words])
         return (
             stacked.reshape(*lead, most, 1),
             np.stack(scales).reshape(*lead, 1, -1),
@@ -101,14 +101,16 @@ class TernaryDictionary:
     def multiply_rows(
         self, rows: Float[Array, "M I"], experts: Int[Array, " M"], values: Array, scales: Array
     ) -> Float[Array, "M O"] | None:
-        """Matmul of each row with its expert's matrix, which is decoded within it, where there is a kernel for it."""
-        if target_device().platform != "gpu" or not may_be_default("ternary_matmul", "pallas_gpu"):
+        """Matmul of each row with its expert's matrix, which the kernel decodes within it; None where there is none for
+        the device, or it does not take the rows.
+        """
+        if not may_be_default("ternary_matmul", "pallas_gpu"):
             return None
-        words, before = values[..., 0], 2 * self.outputs
-        parts = words[:, :before].astype(jnp.int32).reshape(-1, self.outputs, 2)
-        starts = parts[..., 0] + (parts[..., 1] << 16) + before
-        code = TernaryCode(words, starts, jnp.asarray(dictionary().runs))
-        return ternary_matmul(rows, code, scales[:, 0], experts.astype(jnp.int32))
+        code = TernaryCode(values[..., 0], jnp.asarray(dictionary().runs))
+        try:
+            return ternary_matmul(rows, code, scales[:, 0], experts.astype(jnp.int32), implementation="pallas_gpu")
+        except NotImplementedError:
+            return None
 
     def scale_axes(self, axes: LogicalAxes) -> LogicalAxes:
         """Logical axes of the scales."""
