@@ -68,8 +68,8 @@ def ternary_matmul_pallas_gpu(
             return at + 1, place + length, acc
 
         zeros = jnp.zeros((OUTPUTS,), jnp.int32)
-        first = place_of(*(load(words, (expert, 2 * outputs + i), own) for i in (0, 1)), n)
-        start = first, zeros, zeros.astype(jnp.float32)
+        low, high = (load(words, (expert, 2 * outputs + i), own) for i in (0, 1))
+        start = place_of(low, high, n), zeros, zeros.astype(jnp.float32)
         acc = jax.lax.while_loop(unfinished, more, start)[2] * load(scales, (expert, outputs), own)
         plgpu.store(out.at[row, pl.ds(left, OUTPUTS)], acc.astype(out.dtype), mask=outputs < n)
 
