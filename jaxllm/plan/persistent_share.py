@@ -120,8 +120,8 @@ def fastest_that_fits(
         budget: bytes of a device.
         host: where activations may be moved to, beside the state.
         measure: compiles the step of a plan.
-        again: the plans with an ``error`` in their predicted bytes: asked where the step leaves much of the budget, and
-            where all that were compiled are over it.
+        again: the plans with an ``error`` in their predicted bytes: asked where all that were compiled are over the
+            budget, and where one that fits leaves much of it.
     """
     over: dict[tuple[float, str], int] = {}  # bytes that those over the budget took beyond their prediction
 
@@ -135,16 +135,20 @@ def fastest_that_fits(
     def by_time(plans: list[PersistentPlan]) -> list[PersistentPlan]:
         return sorted(plans, key=lambda plan: plan.seconds)[:COMPILED]
 
+    def fuller(best: PersistentPlan, error: int) -> PersistentPlan:
+        """A faster plan that uses more of the budget, by what this one took beyond its parts; else this one."""
+        if again is not None and best.bytes < CLOSE * budget:
+            for plan in by_time(again(error)):
+                new = plan.seconds < best.seconds and (plan.share, plan.remat) not in over
+                if new and (found := fitting(plan)) is not None:
+                    return found
+        return best
+
     for plan in by_time(plans):
         if plan is plans[0]:
             break
-        if (best := fitting(plan)) is None:
-            continue
-        if again is not None and best.bytes < CLOSE * budget:
-            for one in (one for one in by_time(again(best.bytes - plan.bytes)) if one.seconds < best.seconds):
-                if (fuller := fitting(one)) is not None:
-                    return fuller
-        return best
+        if (best := fitting(plan)) is not None:
+            return fuller(best, best.bytes - plan.bytes)
     for error in sorted(over.values()):  # with what they took more in mind, the least first
         if again is None:
             break
@@ -152,7 +156,7 @@ def fastest_that_fits(
         others = [plan for plan in others if (plan.share, plan.remat) not in over]
         one = min(others, key=lambda plan: plan.seconds, default=first)
         if one.seconds < first.seconds and (best := fitting(one)) is not None:
-            return best
+            return fuller(best, error + best.bytes - one.bytes)
     return plans[0]
 
 

@@ -145,6 +145,21 @@ def test_plans_that_take_more_than_predicted_are_made_again():
     assert fastest_that_fits(plans, 80, tier, lambda plan: StepBytes(200), lambda error: plans[:1]) == plans[0]
 
 
+def test_a_plan_with_too_much_in_mind_is_made_again():
+    """All are over the budget; with 20 bytes in mind one fits, takes 12 of them and leaves 8: with 12 another fits."""
+    tier, asked = HostTier(5, 1.0, 1.0), list[int]()
+    plans = [PersistentPlan(n / 4, "full", 10 * n, 40 - 10 * n, 80, 9.0 - n) for n in range(3)]
+
+    def again(error: int) -> list[PersistentPlan]:
+        asked.append(error)
+        return [plans[0], PersistentPlan(error / 100, "full", 10, 30, 80, 8.0 + error / 100), plans[0]]
+
+    sizes = {0.5: 100, 0.25: 101, 0.2: 72, 0.12: 79}
+    found = fastest_that_fits(plans, 80, tier, lambda plan: StepBytes(sizes[plan.share]), again)
+    assert asked == [20, 12]
+    assert (found.share, found.bytes) == (0.12, 79)
+
+
 def test_what_a_step_leaves_of_the_budget_is_used():
     """A first step takes 20 bytes less than predicted: plans with that in mind are compiled, the fastest first."""
     plans = [PersistentPlan(n / 4, "full", 10 * n, 40 - 10 * n, 50 + 20 * n, 9.0 - n) for n in range(3)]
