@@ -37,7 +37,7 @@ def pairs_of(inputs: int) -> int:
 
 
 def place_of(low: UInt16[Array, "..."], high: UInt16[Array, "..."], outputs: int) -> Int32[Array, "..."]:
-    """Where the codewords of an output begin among a matrix's numbers, from the two that say it."""
+    """Place of an output's first codeword among a matrix's numbers, from the two that say it."""
     return low.astype(jnp.int32) + (high.astype(jnp.int32) << 16) + 2 * outputs
 
 
