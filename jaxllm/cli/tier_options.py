@@ -55,7 +55,7 @@ def _throughput(best: FittedPlacement, model: ModelBytes, rates: TierRates, prom
     from jaxllm.infer.streaming.throughput_bound import EngineLimits, Workload, bound, predicted
 
     def seconds(tokens: float) -> float:
-        return predict(model, rates, best.budget, max(1, round(tokens))).seconds
+        return predict(model, rates, best.budget, max(1, round(tokens)), length).seconds
 
     work = Workload(8 * best.batch, prompt, length - prompt)
     limits = EngineLimits(EngineConfig.max_batched_tokens, best.batch, best.batch * length)

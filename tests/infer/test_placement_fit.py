@@ -20,6 +20,7 @@ from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import model_bytes
 from jaxllm.infer.streaming.placement_fit import (
     LOADERS,
+    BatchBlock,
     DoesNotFitError,
     ModelBytes,
     TierLimits,
@@ -65,9 +66,9 @@ def test_a_step_is_the_longest_of_what_overlaps():
 def test_limits_are_kept_and_the_faster_tier_comes_first():
     limits = TierLimits(device=650, host=450, disk=DISK, length=10)
     for batch in (1, 4):
-        shares = solve(MODEL, RATES, limits, batch, 2)
+        shares = solve(MODEL, RATES, limits, BatchBlock(batch), 2)
         assert shares is not None
-        device, host = room(MODEL, limits, batch, 2)
+        device, host = room(MODEL, limits, BatchBlock(batch), 2)
         assert shares.device * 1000 == pytest.approx(device)
         assert shares.host * 1000 == pytest.approx(host)
         assert shares.device + shares.host + shares.disk == pytest.approx(1)
@@ -94,7 +95,7 @@ def test_whole_layers_keep_to_the_hosts_limit():
     """Shares of half a layer fit the device and the host together; whole layers do not, and there is no disk."""
     model = ModelBytes((100,) * 4, 0, 0)
     limits = TierLimits(device=350, host=150)
-    assert solve(model, RATES, limits, 1, 1) is not None
+    assert solve(model, RATES, limits, BatchBlock(1), 1) is not None
     with pytest.raises(DoesNotFitError):
         fit(model, RATES, limits, [1], [1])
     (one,) = fit(model, RATES, dataclasses.replace(limits, host=200), [1], [1])

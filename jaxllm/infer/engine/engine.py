@@ -72,6 +72,7 @@ from jaxllm.infer.stages.draft_runs import DraftRun, DraftRuns
 from jaxllm.infer.stages.pipeline_stage import stage_mesh
 from jaxllm.infer.stages.staged_runner import StagedRunner, with_stages
 from jaxllm.infer.start_progress import Listener
+from jaxllm.infer.streaming.blocks.block_runner import BlockRunner, check_blocks
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner, check_streamed
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.infer.weight_folding import Folding, folding_of
@@ -244,6 +245,8 @@ class Engine:
         if isinstance(params, StreamedWeights):
             streamed, params = params, params.ends
         check_streamed(config, None if streamed is None else streamed.placement)
+        if streamed is not None and streamed.placement.cache is not None:
+            check_blocks(config, streamed.placement)
         folding = folding_of(config, model, params, size, tokenizer, mesh)
         if folding is not None:
             model, params = folding.model, folding.fold(params)
@@ -260,7 +263,8 @@ class Engine:
         if config.pools is not None:
             make = OffloadedRunner if config.offloads_attention else PooledRunner
         if streamed is not None:
-            make = functools.partial(StreamedRunner, weights=streamed)
+            kind = StreamedRunner if streamed.placement.cache is None else BlockRunner
+            make = functools.partial(kind, weights=streamed)
         runner = make(
             model, params, config, vocab_size=size, longest=longest, mesh=mesh, manifest=manifest, strict=strict,
             reserved_bytes=reserved, background=background, plain_first=plain_first, shipped=shipped, trusted=trusted,

@@ -152,7 +152,7 @@ class ModelRunner:
                 "engine: draft_features, which a draft head needs, are kept on one device; not on a mesh."
             )
         self.spans_processes = spans_processes(self.mesh)
-        replicas = 1
+        replicas = self._batches
         if self.mesh is None:
             # The type of an array on a one-device mesh would differ from the type of the programs' outputs.
             params = jax.tree.map(_on_one_device, params)
@@ -236,15 +236,14 @@ class ModelRunner:
             if config.draft_features:
                 features = self._abstract_pools()[-1].data
                 self.pools += (Slots(jax.device_put(jnp.zeros(features.shape, features.dtype), features.sharding)),)
-            self.last = put(np.zeros((replicas, config.max_sequences), np.int32), self._per_replica)
+            many = self._computed_at_once
+            self.last = put(np.zeros((many, config.max_sequences), np.int32), self._per_replica)
             if self._full:
                 state = logits_processors.empty_state(config.max_sequences, model.config.vocab_size)
-                self.state = tuple(put(np.broadcast_to(x, (replicas, *x.shape)), self._per_replica) for x in state)
+                self.state = tuple(put(np.broadcast_to(x, (many, *x.shape)), self._per_replica) for x in state)
                 sizes = {_mask_rows(shape) for shape in self._shapes if shape.full}
                 width = mask_width(model.config.vocab_size)
-                self._all_tokens = {
-                    n: put(np.full((replicas, n, width), -1, np.int32), self._per_replica) for n in sizes
-                }
+                self._all_tokens = {n: put(np.full((many, n, width), -1, np.int32), self._per_replica) for n in sizes}
         self.programs.start()
 
     @property
@@ -390,6 +389,16 @@ class ModelRunner:
             return sharding.axis_size("attn_kv_heads")
 
     @property
+    def _batches(self) -> int:
+        """Batches of a device that compute by turns; each is a replica of the engine, with pages of its own."""
+        return 1
+
+    @property
+    def _computed_at_once(self) -> int:
+        """Replicas that a program computes."""
+        return self.spec.replicas
+
+    @property
     def _device_count(self) -> int:
         """Number of devices that have pages."""
         return 1 if self.mesh is None else self.mesh.size
@@ -399,7 +408,7 @@ class ModelRunner:
         memory = self._page_device.memory_stats()
         if memory is None or "bytes_limit" not in memory:
             devices = self._device_count
-            room = CPU_MEMORY_SHARE * _host_memory() / devices
+            room = CPU_MEMORY_SHARE * _host_memory() / devices / self._batches
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
         else:
@@ -408,7 +417,7 @@ class ModelRunner:
             temporaries = max(one.memory.temp_size_in_bytes for one in compiled.values())
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
             room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - temporaries - self._bytes_beside_pages
-            room -= self._reserved_bytes
+            room = (room - self._reserved_bytes) / self._batches
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
 
@@ -582,7 +591,7 @@ class ModelRunner:
         state = jax.eval_shape(
             lambda: logits_processors.empty_state(self.config.max_sequences, self.model.config.vocab_size)
         )
-        shapes = ((self.spec.replicas, *x.shape) for x in state)
+        shapes = ((self._computed_at_once, *x.shape) for x in state)
         return tuple(
             jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._per_replica)
             for shape, x in zip(shapes, state, strict=True)
@@ -604,7 +613,7 @@ class ModelRunner:
 
     def _abstract_ints(self, *sizes: int) -> jax.ShapeDtypeStruct:
         """Abstract int32 array with a leading replica dimension."""
-        return jax.ShapeDtypeStruct((self.spec.replicas, *sizes), jnp.int32, sharding=self._per_replica)
+        return jax.ShapeDtypeStruct((self._computed_at_once, *sizes), jnp.int32, sharding=self._per_replica)
 
     # Sharding
 

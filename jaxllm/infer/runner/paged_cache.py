@@ -487,12 +487,16 @@ class PagedCache:
         """Index of the layer group of a layer, known when the program is traced."""
         return next(i for i, g in enumerate(self.groups) if (g.kv_spec, g.window) == (kv_spec, window))
 
+    def _place(self, group: LayerGroup, layer: LayerIndex) -> Int[Array, ""]:
+        """Place of a layer in its group."""
+        places = np.zeros(max(group.layers) + 1, np.int32)
+        places[list(group.layers)] = np.arange(len(group.layers))
+        return jnp.asarray(places)[layer]
+
     def _shared(self, index: int, layer: LayerIndex) -> tuple[Array | None, ...]:
         """Pool of a group, place of a layer in it, and which slots the requests have, with axes ``_SHARED_AXES``."""
         group = self.groups[index]
-        places = np.zeros(max(group.layers) + 1, np.int32)
-        places[list(group.layers)] = np.arange(len(group.layers))
-        place = jnp.asarray(places)[layer]
+        place = self._place(group, layer)
         first = sum(g.parts for g in self.groups[:index])
         table = self.tables[first]
         columns = None if self.columns is None else self.columns[first]

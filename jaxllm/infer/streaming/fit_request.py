@@ -2,7 +2,8 @@
 
 ``fit,device=20GiB,host=48GiB,disk=DIR``: here the bytes are limits of everything, weights, window and KV cache.
 Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=TOKENS`` of a sequence, ``prompt=TOKENS``
-of them, ``window`` and ``loaders`` as in an offload budget.
+of them, ``batches=N``, most batches that take turns in each layer, with their KV cache in any tier; ``window`` and
+``loaders`` as in an offload budget.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import LOADERS, WINDOWS, TierLimits
 
-USAGE = "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,window=LAYERS,loaders=THREADS"
+USAGE = (
+    "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,batches=N,window=LAYERS,loaders=THREADS"
+)
 SHARE = 0.9
 """Share of the free memory of device and host that is used where no limit is given."""
 
@@ -31,6 +34,7 @@ class FitRequest:
         length: tokens of a sequence.
         windows: windows to choose from.
         loaders: numbers of threads that read layers to choose from.
+        batches: most batches that take turns in each layer, whose KV cache is placed too; None: one, on the device.
         prompt: of ``length``, tokens of the prompt, for a throughput with prefill; None: decoding alone is predicted.
     """
 
@@ -42,6 +46,7 @@ class FitRequest:
     windows: tuple[int, ...] = WINDOWS
     loaders: tuple[int, ...] = (OffloadBudget.loaders,)
     prompt: int | None = None
+    batches: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> FitRequest | None:
@@ -63,6 +68,8 @@ class FitRequest:
                 raise ValueError(
                     f"{part!r}: fit places whole layers, with their experts; leave it out, or give a budget."
                 )
+            elif name in ("kv_device", "kv_host", "streams"):
+                raise ValueError(f"{part!r}: fit finds that; leave it out, or give a budget.")
             else:
                 budget.append(part)
         if not own.get("length", "1").isdecimal() or own.get("length") == "0":
@@ -84,6 +91,7 @@ class FitRequest:
             (limits.window,) if "window" in given else WINDOWS,
             (limits.loaders,) if "loaders" in given else LOADERS if limits.disk else (limits.loaders,),
             int(own["prompt"]) if "prompt" in own else None,
+            limits.batches if "batches" in given else None,
         )
 
     def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:
@@ -102,7 +110,7 @@ class FitRequest:
                 raise ValueError(f"fit: a {kind} does not say how much memory it has: give it, such as device=4GiB.")
             most = int(SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
         host = int(SHARE * free_host_bytes()) if self.host is None else self.host
-        return TierLimits(most, host, self.disk, self.length, max(self.loaders))
+        return TierLimits(most, host, self.disk, self.length, max(self.loaders), self.batches)
 
 
 def free_host_bytes() -> int:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxllm.infer.streaming.blocks.cache_placement import STREAM_TIERS, CachePlacement, StreamTier
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, AbsentExperts
 from jaxllm.infer.streaming.experts.expert_slots import Eviction
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
-USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N"
+USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,batches=N,kv_device=GiB,kv_host=GiB,"
+USAGE += f"streams={'|'.join(STREAM_TIERS)}"
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
@@ -37,6 +39,10 @@ class OffloadBudget:
         absent: who computes experts that are in no slot, see ``WeightPlacement``.
         slices: slices of each dense feed-forward layer, which are its experts then, see ``mlp_slices``; 0: layers are
             whole.
+        batches: batches that compute by turns in each layer, see ``CachePlacement``.
+        kv_device: bytes of the KV cache of all batches that stay on the device; None: all.
+        kv_host: bytes of the rest in host memory, the others in files of ``disk``; None: all of the rest.
+        streams: where the residual streams of batches are while others compute.
     """
 
     window: int = 2
@@ -49,6 +55,10 @@ class OffloadBudget:
     evict: Eviction = "lru"
     absent: AbsentExperts = "load"
     slices: int = 0
+    batches: int = 1
+    kv_device: int | None = None
+    kv_host: int | None = None
+    streams: StreamTier = "device"
 
     @classmethod
     def parse(cls, text: str, *, limits: bool = False) -> OffloadBudget:
@@ -66,13 +76,13 @@ class OffloadBudget:
             name, _, value = part.partition("=")
             if name in found:
                 raise ValueError(f"{name} is given twice in {text!r}.")
-            if name in ("window", "loaders", "experts", "slices") and value.isdecimal() and int(value):
+            if name in ("window", "loaders", "experts", "slices", "batches") and value.isdecimal() and int(value):
                 found[name] = int(value)
-            elif name in ("device", "host", "experts_host") and (
+            elif name in ("device", "host", "experts_host", "kv_device", "kv_host") and (
                 number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)
             ):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
-            elif value in {"evict": ("lru", "score"), "absent": SCHEDULES}.get(name, ()):
+            elif value in {"evict": ("lru", "score"), "absent": SCHEDULES, "streams": STREAM_TIERS}.get(name, ()):
                 found[name] = value
             elif name == "disk" and value:
                 found[name] = Path(value)
@@ -86,6 +96,11 @@ class OffloadBudget:
             raise ValueError(f"{text!r} cuts layers into slices; give experts=SLOTS, how many are on the device, too.")
         if "experts_host" in found and "disk" not in found:
             raise ValueError(f"{text!r} limits the experts on the host; give disk=DIR for files of the others.")
+        if "kv_host" in found and not {"kv_device", "disk"} <= found.keys():
+            raise ValueError(
+                f"{text!r} limits the KV cache on the host; give kv_device=GiB, how much of it stays on the device, "
+                "and disk=DIR for files of the rest."
+            )
         if "disk" in found:
             found.setdefault("host", 0)
         return cls(**found)  # type: ignore[arg-type]
@@ -100,7 +115,19 @@ class OffloadBudget:
             parts += [] if self.experts_host is None else [f"experts_host={self.experts_host}B"]
             parts += [f"experts={self.experts}", f"evict={self.evict}", f"absent={self.absent}"]
             parts += [f"slices={self.slices}"] if self.slices else []
+        if self.cache is not None:
+            parts.append(f"batches={self.batches}")
+            parts += [] if self.kv_device is None else [f"kv_device={self.kv_device}B"]
+            parts += [] if self.kv_host is None else [f"kv_host={self.kv_host}B"]
+            parts.append(f"streams={self.streams}")
         return ",".join(parts)
+
+    @property
+    def cache(self) -> CachePlacement | None:
+        """Placement of the KV cache; None: one batch, whose KV cache is on the device."""
+        if (self.batches, self.kv_device, self.streams) == (1, None, "device"):
+            return None
+        return CachePlacement(self.batches, self.kv_device, self.kv_host, self.disk, self.streams)
 
     def placement(self, unit_bytes: Sequence[int], on_device: Sequence[int] | None = None) -> WeightPlacement:
         """Places units of these sizes, in order.
@@ -109,15 +136,10 @@ class OffloadBudget:
             unit_bytes: bytes of each unit of the model, without experts where these have slots.
             on_device: bytes of each unit on each device of a mesh; None: the same.
         """
-        resident = _most(unit_bytes if on_device is None else on_device, self.device)
+        resident = most_that_fit(unit_bytes if on_device is None else on_device, self.device)
         others = spread(unit_bytes, resident)[1]
-        on_host = None if self.host is None else _most(others, self.host)
+        on_host = None if self.host is None else most_that_fit(others, self.host)
         return WeightPlacement(
             self.window, resident, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
-            absent=self.absent, expert_host_bytes=self.experts_host,
+            absent=self.absent, expert_host_bytes=self.experts_host, cache=self.cache,
         )  # fmt: skip
-
-
-def _most(sizes: Sequence[int], room: int) -> int:
-    """Most of some sizes, spread evenly over them, that fit together."""
-    return next(count for count in range(len(sizes), -1, -1) if sum(spread(sizes, count)[0]) <= room)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
@@ -110,6 +111,7 @@ def model_bytes(model: Functional, unit_bytes: Sequence[int], ends: Any) -> Mode
         sum(x.size for _, x in leaves),
         of_experts,
         sum(routed) / len(routed) if routed else 1.0,
+        config.embed_dim * np.dtype(config.dtype).itemsize,
     )
 
 

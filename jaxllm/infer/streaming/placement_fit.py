@@ -4,25 +4,29 @@ FlexGen's linear program (arXiv:2303.06865, section 4.3): the time of a step is 
 the host and reads from the disk, which overlap; its variables are the shares of the weights by tier, and batch size and
 window are enumerated. So is the number of loaders, each of which has a layer's buffer in host memory, as Hermes chooses
 it under a memory budget (arXiv:2409.04249): more read faster, as far as the disk goes, and leave less room for layers
-on the host. The KV cache and the activations are on the device, where the runner has them, so their bytes are constants
-here. The result is an ``OffloadBudget``, as if it had been given by hand.
+on the host. Where batches may take turns in each layer, a block of them has the weights read once a step, the shares of
+their KV cache by tier are variables too, and the number of batches and the place of their residual streams are
+enumerated; else the KV cache and the streams are on the device, and their bytes are constants. The result is an
+``OffloadBudget``, as if it had been given by hand.
 
-Legend of the program: d, h, k shares of the weights on device, host and disk; T seconds of a step.
+Legend of the program: d, h, k shares of the weights, and u, v, w those of the KV cache, on device, host and disk; T
+seconds of a step.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from scipy import optimize
 
+from jaxllm.infer.streaming.blocks.cache_placement import PARTS_ON_DEVICE, STREAM_TIERS, StreamTier
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
-from jaxllm.infer.streaming.step_timeline import Tier, step_time
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement, spread
+from jaxllm.infer.streaming.step_timeline import BatchesByTurns, Tier, step_time
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
 from jaxllm.infer.streaming.tier_rates import TierRates
 
 PREFERENCE = 1e-6
@@ -47,6 +51,7 @@ class ModelBytes:
         parameters: number of parameters of all units.
         expert_parameters: of them, those of experts.
         routed: share of the experts that a token is routed to.
+        stream: of the residual stream of a token.
     """
 
     units: tuple[int, ...]
@@ -55,6 +60,7 @@ class ModelBytes:
     parameters: int = 0
     expert_parameters: int = 0
     routed: float = 1.0
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,8 @@ class TierLimits:
         disk: directory for files of layers; None: none.
         length: tokens of a sequence that the KV cache holds.
         loaders: threads that read layers.
+        batches: most batches that take turns in each layer; None: one, whose KV cache is on the device.
+        page: tokens of a page of the KV cache, which is written back as a whole.
     """
 
     device: float
@@ -74,6 +82,25 @@ class TierLimits:
     disk: Path | None = None
     length: int = 1024
     loaders: int = 2
+    batches: int | None = None
+    page: int = 32
+
+
+@dataclass(frozen=True)
+class BatchBlock:
+    """Batches that compute in a step.
+
+    Attributes:
+        batch: sequences of a batch.
+        batches: batches that take turns in each layer.
+        streams: where their residual streams are while others compute.
+        by_tier: their KV cache may be in any tier.
+    """
+
+    batch: int
+    batches: int = 1
+    streams: StreamTier = "device"
+    by_tier: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +110,14 @@ class Shares:
     Attributes:
         device, host, disk: shares of the weights.
         seconds: of a step.
+        cache: shares of the KV cache on device, host and disk.
     """
 
     device: float
     host: float
     disk: float
     seconds: float
+    cache: tuple[float, float, float] = (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +129,8 @@ class FittedPlacement:
         budget: the placement.
         bytes: bytes of layers by tier.
         seconds: of a step, predicted by ``step_time``.
-        limit: what takes the longest: "computing", "copies from the host" or "the disk".
+        limit: what takes the longest, a name of ``terms``.
+        cache: bytes of the KV cache by tier; empty: it is on the device.
     """
 
     batch: int
@@ -108,65 +138,96 @@ class FittedPlacement:
     bytes: dict[Tier, int]
     seconds: float
     limit: str
+    cache: dict[Tier, int] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
         """Predicted decoded tokens per second of all sequences."""
-        return self.batch / self.seconds
+        return self.batch * self.budget.batches / self.seconds
 
 
-def terms(shares: tuple[float, float, float], weights: float, rates: TierRates, tokens: int) -> dict[str, float]:
+def cache_bytes(model: ModelBytes, limits: TierLimits, block: BatchBlock) -> int:
+    """Bytes of the KV cache of all batches."""
+    return block.batch * block.batches * limits.length * model.token
+
+
+def terms(
+    shares: tuple[float, float, float],
+    cache: tuple[float, float, float],
+    model: ModelBytes,
+    rates: TierRates,
+    limits: TierLimits,
+    block: BatchBlock,
+) -> dict[str, float]:
     """Seconds of each part of a step, of which the longest is the step's: FlexGen's cost model.
 
     Args:
-        shares: of the weights on device, host and disk.
-        weights: bytes of all layers.
+        shares, cache: of the weights and of the KV cache on device, host and disk.
+        model, rates, limits: what is placed, how fast it is, and where.
+        block: what computes; with streams on the host, each batch's goes to the device and back once in every unit.
     """
-    _, h, k = shares
+    (_, h, k), (_, v, w) = shares, cache
+    weights, held = float(sum(model.units)), cache_bytes(model, limits, block)
+    streams = block.batch * block.batches * model.stream * len(model.units) if block.streams == "host" else 0
+    written = held * min(1.0, limits.page / limits.length)
     return {
-        "computing": rates.layers(tokens) + rates.ends(tokens),
-        "copies from the host": (h + k) * weights / rates.host,
-        "the disk": k * weights / (rates.disk * rates.disk_share),
+        "computing": block.batches * (rates.layers(block.batch) + rates.ends(block.batch)),
+        "copies from the host": ((h + k) * weights + (v + w) * held + streams) / rates.host,
+        "copies to the host": ((v + w) * written + streams) / rates.host,
+        "the disk": (k * weights + w * (held + written)) / (rates.disk * rates.disk_share),
     }
 
 
-def room(model: ModelBytes, limits: TierLimits, batch: int, window: int) -> tuple[float, float]:
-    """Bytes for layers that stay on the device, and on the host; below 0 if the rest does not fit."""
-    largest = max(model.units)
-    device = limits.device - model.ends - window * largest - batch * limits.length * model.token
+def room(model: ModelBytes, limits: TierLimits, block: BatchBlock, window: int) -> tuple[float, float]:
+    """Bytes that are left on the device, and on the host, for layers and, where it is by tier, the KV cache.
+
+    Below 0 if the rest does not fit: embedding and head, the windows of layers and of parts of the KV cache, streams,
+    and the loaders' buffers.
+    """
+    largest, held = max(model.units), cache_bytes(model, limits, block)
+    streams = block.batch * model.stream
+    many = block.batches if block.streams == "device" else 1
+    parts = min(1.0, PARTS_ON_DEVICE / (block.batches * len(model.units)))
+    device = limits.device - model.ends - window * largest - held * (parts if block.by_tier else 1) - many * streams
     host = limits.host - (0 if limits.disk is None else limits.loaders * largest)
-    return device, host
+    return device, host - (block.batches * streams if block.streams == "host" else 0)
 
 
-def solve(model: ModelBytes, rates: TierRates, limits: TierLimits, batch: int, window: int) -> Shares | None:
+def solve(model: ModelBytes, rates: TierRates, limits: TierLimits, block: BatchBlock, window: int) -> Shares | None:
     """Shares with the shortest step by ``terms``; None: nothing fits.
 
-    A linear program in (d, h, k, T), solved by HiGHS.
+    A linear program in (d, h, k, u, v, w, T), solved by HiGHS.
     """
-    weights = float(sum(model.units))
-    device, host = room(model, limits, batch, window)
+    weights, held = float(sum(model.units)), cache_bytes(model, limits, block)
+    device, host = room(model, limits, block, window)
     if device < 0 or host < 0:
         return None
-    compute = terms((1, 0, 0), weights, rates, batch)["computing"]
-    below = np.asarray(
-        [
-            [0, weights / rates.host, weights / rates.host, -1],
-            [0, 0, weights / (rates.disk * rates.disk_share), -1],
-            [1, 0, 0, 0],
-            [0, 1, 0, 0],
-        ]
-    )
-    most = np.asarray([0, 0, device / weights, host / weights])
+    none = (0.0, 0.0, 0.0)
+    of = lambda shares, cache: np.asarray(list(terms(shares, cache, model, rates, limits, block).values()))  # noqa: E731
+    fixed = of(none, none)
+    one = np.eye(3)
+    # What a share of one adds to each part of a step: they are linear.
+    added = [of(tuple(row), none) - fixed for row in one] + [of(none, tuple(row)) - fixed for row in one]
+    steps = np.column_stack([*added, -np.ones_like(fixed)])
+    on = held if block.by_tier else 0.0
+    bytes_of = np.asarray([[weights, 0, 0, on, 0, 0, 0], [0, weights, 0, 0, on, 0, 0]])
+    slow = 1 if limits.disk is not None else 0
+    away = 1 if block.by_tier else 0
+    compute = float(fixed[0])
+    dear = PREFERENCE * compute
     found = optimize.linprog(
-        [0, PREFERENCE * compute, 2 * PREFERENCE * compute, 1],
-        A_ub=below,
-        b_ub=most,
-        A_eq=[[1, 1, 1, 0]],
-        b_eq=[1],
-        bounds=[(0, 1), (0, 1), (0, 0 if limits.disk is None else 1), (compute, None)],
+        [0, dear, 2 * dear, 0, dear, 2 * dear, 1],
+        A_ub=np.vstack([steps, bytes_of]),
+        b_ub=[*-fixed, device, host],
+        A_eq=[[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0]],
+        b_eq=[1, 1],
+        bounds=[(0, 1), (0, 1), (0, slow), (0, 1), (0, away), (0, away * slow), (compute, None)],
         method="highs",
     )
-    return Shares(*map(float, found.x)) if found.status == 0 else None
+    if found.status != 0:
+        return None
+    d, h, k, u, v, w, seconds = map(float, found.x)
+    return Shares(d, h, k, seconds, (u, v, w))
 
 
 def tiers_of(placement: WeightPlacement, units: int) -> list[Tier]:
@@ -177,15 +238,42 @@ def tiers_of(placement: WeightPlacement, units: int) -> list[Tier]:
     return ["device" if n in on_device else "host" if n in on_host else "disk" for n in numbers]
 
 
-def predict(model: ModelBytes, rates: TierRates, budget: OffloadBudget, batch: int) -> FittedPlacement:
-    """Predicted decoding of a batch with a budget, however that was chosen."""
+def predict(
+    model: ModelBytes, rates: TierRates, budget: OffloadBudget, batch: int, length: int = TierLimits.length
+) -> FittedPlacement:
+    """Predicted decoding of batches with a budget, however that was chosen.
+
+    Args:
+        model, rates, budget: what computes where, and how fast.
+        batch: sequences of a batch.
+        length: tokens of a sequence that the KV cache holds; it counts where that is by tier.
+    """
     placement = budget.placement(model.units)
     tiers = tiers_of(placement, len(model.units))
     held = {tier: sum(b for b, t in zip(model.units, tiers, strict=True) if t == tier) for tier in Tier.__args__}
-    time = step_time(tiers, model.units, rates, batch, budget.window, budget.loaders)
-    weights = sum(model.units)
-    parts = terms((held["device"] / weights, held["host"] / weights, held["disk"] / weights), weights, rates, batch)
-    return FittedPlacement(batch, budget, held, time.seconds, max(parts, key=lambda name: parts[name]))
+    block = BatchBlock(batch, budget.batches, budget.streams, budget.kv_device is not None)
+    limits = TierLimits(0, 0, budget.disk, length)
+    cache, turns = dict[Tier, int](), None
+    if budget.cache is not None:
+        of_part = cache_bytes(model, limits, block) // (block.batches * len(model.units))
+        parts = parts_of(budget, of_part, block.batches * len(model.units))
+        cache = {tier: of_part * parts.count(tier) for tier in Tier.__args__}
+        stream = batch * model.stream if budget.streams == "host" else 0
+        turns = BatchesByTurns(budget.batches, tuple(parts), of_part, stream, budget.cache.window)
+    time = step_time(tiers, model.units, rates, batch, budget.window, budget.loaders, turns)
+    of_all = lambda sizes: tuple(sizes[tier] / max(1, sum(sizes.values())) for tier in Tier.__args__)  # noqa: E731
+    parts_of_step = terms(of_all(held), of_all(cache) if cache else (1, 0, 0), model, rates, limits, block)
+    longest = max(parts_of_step, key=lambda name: parts_of_step[name])
+    return FittedPlacement(batch, budget, held, time.seconds, longest, cache)
+
+
+def parts_of(budget: OffloadBudget, size: int, count: int) -> list[Tier]:
+    """Tiers of parts of the KV cache of one size, in the order in which they compute, see ``CachePlacement``."""
+    here = count if budget.kv_device is None else most_that_fit([size] * count, budget.kv_device)
+    on_device, others = spread(range(count), here)
+    on_host = len(others) if budget.kv_host is None else most_that_fit([size] * len(others), budget.kv_host)
+    device, host = set(on_device), set(spread(others, on_host)[0])
+    return ["device" if n in device else "host" if n in host else "disk" for n in range(count)]
 
 
 def fit(
@@ -210,18 +298,19 @@ def fit(
     found = []
     for batch in batches:
         ways = []
-        for window, readers in itertools.product(windows, loaders or (limits.loaders,)):
+        for window, readers, block in itertools.product(windows, loaders or (limits.loaders,), _blocks(batch, limits)):
             own = replace(limits, loaders=readers)
-            shares = solve(model, rates, own, batch, window)
+            shares = solve(model, rates, own, block, window)
             if shares is not None:
-                host = room(model, own, batch, window)[1]
-                way = predict(model, rates, _budget(shares, model, own, host, window), batch)
-                ways += [way] if way.bytes["host"] <= host else []  # whole layers may have no room where shares have
+                host = room(model, own, block, window)[1]
+                way = predict(model, rates, _budget(shares, model, own, host, block, window), batch, limits.length)
+                whole = way.bytes["host"] + way.cache.get("host", 0)
+                ways += [way] if whole <= host else []  # whole layers may have no room where shares have
         if ways:
-            found.append(min(ways, key=lambda way: (way.seconds, way.budget.window, way.budget.loaders)))
+            found.append(min(ways, key=lambda way: (1 / way.tokens_per_second, *_sizes(way.budget))))
     if not found:
         fewest = replace(limits, loaders=min(loaders or (limits.loaders,)))
-        device, host = room(model, fewest, min(batches), min(windows))
+        device, host = room(model, fewest, _blocks(min(batches), fewest)[0], min(windows))
         raise DoesNotFitError(
             f"no placement fits: the layers have {sum(model.units) / 2**30:.2f} GiB. Beside embedding, head, a window "
             f"and the KV cache of {min(batches)} x {limits.length} tokens {device / 2**30:.2f} GiB are left on the "
@@ -230,25 +319,55 @@ def fit(
     return found
 
 
-def _budget(shares: Shares, model: ModelBytes, limits: TierLimits, host: float, window: int) -> OffloadBudget:
+def _blocks(batch: int, limits: TierLimits) -> list[BatchBlock]:
+    """Blocks of batches of a size to choose from: numbers of batches that are powers of two."""
+    if limits.batches is None:
+        return [BatchBlock(batch)]
+    many = sorted({2**n for n in range(limits.batches.bit_length())} | {limits.batches})
+    return [BatchBlock(batch, n, where, by_tier=True) for n in many for where in STREAM_TIERS]
+
+
+def _sizes(budget: OffloadBudget) -> tuple[int, ...]:
+    return budget.batches, budget.window, budget.loaders
+
+
+def _budget(
+    shares: Shares, model: ModelBytes, limits: TierLimits, host: float, block: BatchBlock, window: int
+) -> OffloadBudget:
     """The shares as bytes. The host has all the room that there is: a layer that is cut by the shares goes there."""
     weights = sum(model.units)
     rounding = 1e-6 * weights  # of the solver, which is not to cost a layer
-    on_host = None if limits.disk is None else int(host)
-    return OffloadBudget(window, int(shares.device * weights + rounding), on_host, limits.disk, limits.loaders)
+    here, there, _ = shares.cache
+    held = cache_bytes(model, limits, block)
+    of_part = held / (block.batches * len(model.units))
+    taken = (there * held + of_part) if block.by_tier and limits.disk is not None else 0.0
+    on_host = None if limits.disk is None else int(max(0.0, host - taken))
+    budget = OffloadBudget(window, int(shares.device * weights + rounding), on_host, limits.disk, limits.loaders)
+    if not block.by_tier:
+        return budget
+    return replace(
+        budget,
+        batches=block.batches,
+        kv_device=int(here * held + 1e-6 * held),
+        kv_host=None if limits.disk is None else int(there * held + 1e-6 * held),
+        streams=block.streams,
+    )
 
 
 def show(found: Sequence[FittedPlacement]) -> str:
-    """Table of placements, by batch size."""
+    """Table of placements, by batch size; the bytes of the KV cache have columns where it is by tier."""
     gib = lambda size: f"{size / 2**30:8.2f}"  # noqa: E731
+    by_tier = any(one.cache for one in found)
     lines = [
-        f"{'batch':>5} {'window':>6} {'loaders':>7} {'device':>8} {'host':>8} {'disk GiB':>8} {'ms/step':>9} "
-        f"{'tokens/s':>9}  limit"
+        f"{'batch':>5} {'window':>6} {'loaders':>7} {'device':>8} {'host':>8} {'disk GiB':>8} "
+        + (f"{'batches':>7} {'KV here':>8} {'KV host':>8} {'KV disk':>8} {'streams':>7} " if by_tier else "")
+        + f"{'ms/step':>9} {'tokens/s':>9}  limit"
     ]
     for one in found:
-        lines.append(
-            f"{one.batch:5} {one.budget.window:6} {one.budget.loaders:7} {gib(one.bytes['device'])} "
-            f"{gib(one.bytes['host'])} {gib(one.bytes['disk'])} {1e3 * one.seconds:9.1f} "
-            f"{one.tokens_per_second:9.1f}  {one.limit}"
-        )
+        cells = [f"{one.batch:5} {one.budget.window:6} {one.budget.loaders:7}"]
+        cells += [gib(one.bytes[tier]) for tier in Tier.__args__]
+        if by_tier:
+            cells += [f"{one.budget.batches:7}", *(gib(one.cache[tier]) for tier in Tier.__args__)]
+            cells += [f"{one.budget.streams:>7}"]
+        lines.append(f"{' '.join(cells)} {1e3 * one.seconds:9.1f} {one.tokens_per_second:9.1f}  {one.limit}")
     return "\n".join(lines)

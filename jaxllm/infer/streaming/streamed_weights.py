@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxllm.infer.streaming.blocks.cache_placement import CachePlacement
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, AbsentExperts, ExpertCosts
 from jaxllm.infer.streaming.experts.expert_slots import Eviction
@@ -52,6 +53,8 @@ class WeightPlacement:
         expert_costs: what those cost; None: it is measured in the first steps.
         expert_host_bytes: bytes of experts that stay in the host's memory, those that are read most often; the others
             are read from files in ``disk``. None: all are in the host's memory.
+        cache: placement of the KV cache, and batches that share a pass through the layers; None: one batch, whose KV
+            cache is on the device.
     """
 
     window: int = 2
@@ -65,6 +68,7 @@ class WeightPlacement:
     absent: AbsentExperts = "load"
     expert_costs: ExpertCosts | None = None
     expert_host_bytes: int | None = None
+    cache: CachePlacement | None = None
 
     def __post_init__(self) -> None:
         if self.absent not in SCHEDULES:
@@ -193,6 +197,11 @@ def spread(units: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:
     return [u for u, yes in zip(units, chosen, strict=True) if yes], [
         u for u, yes in zip(units, chosen, strict=True) if not yes
     ]
+
+
+def most_that_fit(sizes: Sequence[int], room: int) -> int:
+    """Most of some sizes, spread evenly over them, that fit together."""
+    return next(count for count in range(len(sizes), -1, -1) if sum(spread(sizes, count)[0]) <= room)
 
 
 def check_slots(model: Functional, placement: WeightPlacement) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.infer.streaming.placement_fit import (
+    BatchBlock,
     DoesNotFitError,
     ModelBytes,
     TierLimits,
@@ -19,6 +20,7 @@ from jaxllm.infer.streaming.tier_rates import TierRates
 from tests.proofs.harness import proof
 
 GRID = 200
+ON_DEVICE = (1.0, 0.0, 0.0)
 
 
 def drawn(rng: np.random.Generator) -> tuple[ModelBytes, TierRates, TierLimits]:
@@ -57,8 +59,9 @@ def program_is_grid_search(seed: int) -> dict[str, float]:
     while not found:  # draws that nothing fits are checked too, and another is made
         model, rates, limits = drawn(rng)
         total = float(sum(model.units))
+        step = lambda d, c, n: terms(d, c, model, rates, limits, BatchBlock(n))  # noqa: E731, B023
         for batch, window in ((1, 1), (8, 2), (32, 4)):
-            device, host = room(model, limits, batch, window)
+            device, host = room(model, limits, BatchBlock(batch), window)
             ways = []
             if min(device, host) >= 0:
                 for d in np.linspace(0, min(1.0, device / total), GRID + 1):
@@ -66,8 +69,8 @@ def program_is_grid_search(seed: int) -> dict[str, float]:
                     some = np.linspace(0, most, GRID + 1)
                     if limits.disk is None:
                         some = [1 - d] if 1 - d <= most + 1e-12 else []
-                    ways += [max(terms((d, h, max(0.0, 1 - d - h)), total, rates, batch).values()) for h in some]
-            shares = solve(model, rates, limits, batch, window)
+                    ways += [max(step((d, h, max(0.0, 1 - d - h)), ON_DEVICE, batch).values()) for h in some]
+            shares = solve(model, rates, limits, BatchBlock(batch), window)
             assert (shares is None) == (not ways)
             if shares is None:
                 continue
@@ -81,7 +84,7 @@ def program_is_grid_search(seed: int) -> dict[str, float]:
         assert limits.disk is None  # shares fit, and whole layers do not
         fitted = []
     for one in fitted:
-        device, host = room(model, limits, one.batch, one.budget.window)
+        device, host = room(model, limits, BatchBlock(one.batch), one.budget.window)
         assert one.bytes["device"] <= device * (1 + 1e-5)
         assert one.bytes["host"] <= host
         assert one.limit in ("computing", "copies from the host", "the disk")
