@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from sharding import collective_matmul, int8_gather, partial_sums
 from sharding.mesh import ShardingError
 from sharding.rules import DEFAULT, LogicalAxes, Rules, mesh_axes_of, split_sizes, without_axes
+from sharding.star_sum import star_sum
 
 GATHERED_WEIGHT = "gathered_weight"
 """``checkpoint_name`` of the results of ``gather_weight``."""
@@ -212,6 +213,8 @@ def project(
     w = _reduced_over_tokens(x, w, contract)
     there = current_rules().spec(out, mesh, what=what)
     if not (summed := summed_axes(w, contract)) & mesh_axes_of(there):
+        if _goes_through_star(summed, x, w, there, contract):
+            return _through_star(lambda x, w: matmul(x, w, contract, None), x, (w,), there, contract)
         return matmul(x, w, contract, there)
     if summed <= set(current_rules().rings):
         if multiply is not None:
@@ -276,6 +279,8 @@ def project_by_shard(
     x = jax.sharding.reshard(x, jax.P(*of_tokens, *of_inputs))
     over, tokens = tuple(sorted(mesh_axes_of(of_inputs))), tuple(sorted(mesh_axes_of(of_tokens)))
     sharded = jax.P(*of_tokens, *first.partitions[contract:])
+    if _goes_through_star(frozenset(over), x, weight[0], there, contract):
+        return _through_star(lambda *shards: multiply(*shards, over, tokens), x, weight, there, contract)
     partial = bool(over) and _supports_unreduced(mesh)
     if partial:
         sharded = jax.P(*sharded, unreduced=frozenset(over))
@@ -331,6 +336,42 @@ def _dot(x: Array, w: Array, contract: int, there: PartitionSpec | None) -> Arra
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
     plain = lambda x: jax.lax.dot_general(x, w, (dims, ((), ())), out_sharding=there)  # noqa: E731
     return multiply_rows(plain, x, x.ndim - contract)
+
+
+def _goes_through_star(summed: frozenset[str], x: Array, w: Array, there: PartitionSpec, contract: int) -> bool:
+    """Whether the partial sums of a matmul over these mesh axes are added through one device."""
+    most = current_rules().star_bytes
+    if not most or len(summed) != 1 or summed & mesh_axes_of(there):
+        return False
+    sizes = split_sizes(jax.sharding.get_abstract_mesh())
+    shards = math.prod(sizes[axis] for axis in mesh_axes_of(there))
+    elements = math.prod(x.shape[: x.ndim - contract]) * math.prod(w.shape[contract:]) // shards
+    return elements * x.dtype.itemsize <= most
+
+
+def _through_star(
+    multiply: Callable[..., Array], x: Array, weight: tuple[Array, ...], there: PartitionSpec, contract: int
+) -> Array:
+    """Matmul whose partial sums over one mesh axis are added through one device.
+
+    Args:
+        multiply: the matmul of shards of ``x`` and of the weight's arrays.
+        there: partition spec of the result.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    first = _spec_of(weight[0])
+    (axis,) = mesh_axes_of(first.partitions[:contract])
+    rows = _spec_of(x).partitions[: x.ndim - contract]
+    x = jax.sharding.reshard(x, jax.P(*rows, *first.partitions[:contract]))
+    specs = (_spec_of(x), *map(_spec_of, weight))
+    names = set(split_sizes(mesh))
+    out = jax.P(*rows, *first.partitions[contract:])
+    # check=False: all devices have the sum, which JAX cannot know.
+    run = jax.shard_map(
+        lambda *shards: star_sum(multiply(*shards), axis),
+        mesh=mesh, in_specs=specs, out_specs=out, axis_names=names, check_vma=False,
+    )  # fmt: skip
+    return jax.sharding.reshard(run(x, *weight), there)
 
 
 def _scattered(x: Array, w: Array, there: PartitionSpec, contract: int) -> Array:

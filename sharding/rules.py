@@ -60,6 +60,9 @@ class Rules:
         between_steps: mesh axes, the innermost first, over which parameters are split between steps alone (3-level
             ZeRO): a step begins with their all-gather over these (``sharding.gather_for_step``).
         int8_gather: weights of matmuls are all-gathered in 8 bits (``sharding.int8_gather``).
+        star_bytes: most bytes of a result of a matmul whose partial sums over one mesh axis are added through one
+            device (``sharding.star_sum``), for programs that are not differentiated; larger ones are the compiler's
+            all-reduces. 0: all are.
         keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: tiles of a TPU hold
             several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
             activations for the gradient then.
@@ -74,6 +77,7 @@ class Rules:
     two_level: bool = True
     between_steps: tuple[str, ...] = ()
     int8_gather: bool = False
+    star_bytes: int = 0
     keep_heads: bool = False
     folding: Folding | None = None
 

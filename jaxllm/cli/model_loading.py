@@ -106,14 +106,13 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
     if offload is None:
         return
     try:
-        solved, experts = FitRequest.parse(offload) is not None, False
-        if not solved:
-            experts = OffloadBudget.parse(offload).experts > 0
-        if mesh is not None and (solved or experts):
-            raise ValueError(
-                f"{'fit places layers' if solved else 'experts in slots are'} for one device; give a budget of "
-                "whole layers, or leave --mesh out."
-            )
+        what = "fit places layers"
+        if FitRequest.parse(offload) is None:
+            budget = OffloadBudget.parse(offload)
+            what = "experts in slots are" if budget.experts else ""
+            what = "batches by turns and a KV cache by tier are" if budget.cache is not None else what
+        if mesh is not None and what:
+            raise ValueError(f"{what} for one device; give a budget of whole layers, or leave --mesh out.")
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
 
@@ -151,6 +150,20 @@ def check_overlap(overlap: str, mesh: str | None, pools: str | None = None) -> N
         EngineConfig(overlap=overlap, pools=pools)  # type: ignore[arg-type]
     elif overlap != "none":
         serving_mesh.check_overlap(None if mesh is None else serving_mesh.mesh_of(mesh), "plain")
+
+
+def check_star_bytes(star_bytes: int, mesh: str | None) -> None:
+    """Checks ``--star-bytes`` before a model is loaded.
+
+    Raises:
+        ValueError: it is negative, or the mesh has no sums of tensor shards.
+    """
+    from jaxllm.infer import EngineConfig
+    from jaxllm.infer.runner import serving_mesh
+
+    if star_bytes:
+        EngineConfig(star_bytes=star_bytes)
+        serving_mesh.check_star(None if mesh is None else serving_mesh.mesh_of(mesh), star_bytes)
 
 
 def check_mla(mla: str, mesh: str | None) -> None:

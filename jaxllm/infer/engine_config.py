@@ -57,6 +57,9 @@ class EngineConfig:
             ``SamplingParams.cached_chunks``.
         two_phase: decode steps read the pages that sequences begin with in common once for all of them, see
             ``pallas_kernels.paged_attention.shared_pages``.
+        star_bytes: on a mesh with ``tensor``, most bytes of a sum of the shards' results that goes through one device,
+            in two messages one after the other (``sharding.star_sum``), for links whose latency rules; larger sums are
+            the compiler's all-reduces.
         overlap: on a mesh with ``tensor``, the rows of a step go through each layer in two halves, so that the matmuls
             of one half do not wait for the all-reduces of the other: "iso": of steps with prompts; "nano": of decode
             steps of several sequences too (``jaxllm.infer.runner.step.step_halves``); "none". With an attention pool,
@@ -117,6 +120,7 @@ class EngineConfig:
     head_clusters: int = 1
     chunk_cache: bool = False
     two_phase: bool = False
+    star_bytes: int = 0
     overlap: Literal["none", "iso", "nano"] = "none"
     mla: str = "exact"
     kv_span: bool = False
@@ -408,6 +412,12 @@ class EngineConfig:
 
     def _check_overlap(self) -> None:
         """Checks what goes with steps in two halves."""
+        if self.star_bytes < 0 or (self.star_bytes and (self.stages > 1 or self.pools is not None)):
+            other = f"stages = {self.stages}" if self.stages > 1 else f"pools = {self.pools!r}"
+            raise ConfigError(
+                f"engine: star_bytes = {self.star_bytes}; give 0 or more"
+                + (f", and 0 with {other}." if self.star_bytes > 0 else ".")
+            )
         if self.overlap not in ("none", "iso", "nano"):
             raise ConfigError(f"engine: overlap = {self.overlap!r}; legal: 'none', 'iso', 'nano'.")
         wrong = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.serving_mesh import spans_processes
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.scheduling.policies import FirstCome, Priority, Service
+from jaxllm.infer.streaming.blocks.block_runner import BlockRunner
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.serve.api.errors import ApiError
 from jaxllm.serve.scoring.text_scorer import TextScorer
@@ -125,7 +127,8 @@ class EngineBackend:
         assert engine.engine.tokenizer is not None
         self._async, self._engine, self._embedder = engine, engine.engine, embedder
         self.tokenizer, self.template = engine.engine.tokenizer, template
-        self.max_len, self.max_sequences = self._engine.max_len, self._engine.config.max_sequences
+        self.max_len = self._engine.max_len
+        self.max_sequences = self._engine.config.max_sequences * self._engine.runner.spec.replicas
         self.supports_priority = isinstance(self._engine.scheduler.policy_state.policy, Priority)
         self.embedding_dim = embedder.dim
         self.sampling: Mapping[str, float] = dict(sampling or {})
@@ -252,11 +255,15 @@ def describe(engine: Engine) -> dict[str, Any]:
         out["cache"] = {
             "kinds": sorted({group.dtype for group in spec.groups}),
             "dtypes": sorted({str(x.dtype) for x in held}),
-            "bytes": sum(x.nbytes for x in held if x.sharding.memory_kind != HOST_MEMORY),
+            "bytes": sum(_bytes_of(x) for x in held if x.sharding.memory_kind != HOST_MEMORY),
             "token_bytes": runner.token_bytes,
         }
+        if isinstance(runner, BlockRunner):
+            by_tier = runner.bytes_by_tier()
+            out["cache"] |= {"bytes": by_tier["device"], "host_bytes": by_tier["host"], "disk_bytes": by_tier["disk"]}
+            out["cache"]["batches"] = spec.replicas
         if engine.config.values_on_host:
-            out["cache"]["host_bytes"] = sum(x.nbytes for x in held if x.sharding.memory_kind == HOST_MEMORY)
+            out["cache"]["host_bytes"] = sum(_bytes_of(x) for x in held if x.sharding.memory_kind == HOST_MEMORY)
     if engine.config.retention is not None:
         out.setdefault("cache", {})["retention"] = engine.retention_report()
     if engine.metrics.cut_tokens:
@@ -274,3 +281,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         counts = dataclasses.asdict(runner.program_cache.counts)
         out["programs"] = {"names": sorted(runner.programs), **counts}
     return out
+
+
+def _bytes_of(x: Any) -> int:
+    """Bytes of an array, or of one of this shape."""
+    return math.prod(x.shape) * x.dtype.itemsize

@@ -96,7 +96,7 @@ def cached_bytes(runner: Runner) -> dict[int | None, float]:
     for number, pool in enumerate(runner.pools):
         group = groups[number % len(groups)]  # each pipeline stage has pools of all
         positions = pool.data.shape[1] * pool.data.shape[3]
-        bytes_ = sum(x.nbytes for x in pool if x is not None)
+        bytes_ = sum(math.prod(x.shape) * x.dtype.itemsize for x in pool if x is not None)
         out[group.window] = out.get(group.window, 0.0) + group.parts * bytes_ / positions
     return out
 

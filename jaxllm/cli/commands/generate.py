@@ -20,6 +20,7 @@ from jaxllm.cli.model_loading import (
     check_pools,
     check_span,
     check_speculation,
+    check_star_bytes,
     load_with_progress,
 )
 from jaxllm.cli.runtime import use_compilation_cache
@@ -66,6 +67,7 @@ def generate(argv: list[str]) -> int:
         dtype: Literal["float32", "bfloat16"] | None = None,
         weights: str = "auto",
         mesh: str | None = None,
+        star_bytes: int = 0,
         overlap: Literal["none", "iso", "nano"] = "none",
         mla: str = "exact",
         kv_span: bool = False,
@@ -119,6 +121,8 @@ def generate(argv: list[str]) -> int:
                 for a GGUF on one CPU that has a kernel for it, else plain; int8, int4, mxfp4: matrices are rounded to
                 that format after loading; experts_int2: those of experts alone (docs/serve/quantise.md).
             mesh: device mesh, such as tensor=4; one device by default.
+            star_bytes: with --mesh tensor=N, sums of no more bytes go through one device, where the latency of links
+                rules; `jaxllm bench --links` says how many (docs/serve/serving.md).
             overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
                 wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences
                 too (docs/serve/serving.md). With an attention pool in --pools: nano.
@@ -168,6 +172,7 @@ def generate(argv: list[str]) -> int:
         check_offload(offload, mesh)
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh, pools)
+        check_star_bytes(star_bytes, mesh)
         check_mla(mla, mesh)
         check_span(kv_span, mesh)
         if (prompt is None) == (batch is None) or (batch is None) != (out is None):
@@ -205,7 +210,9 @@ def generate(argv: list[str]) -> int:
             sizes = with_speculation(
                 with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
             )
-            sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla, kv_span=kv_span)
+            sizes = dataclasses.replace(
+                sizes, pools=pools, star_bytes=star_bytes, overlap=overlap, mla=mla, kv_span=kv_span
+            )
 
             def load() -> LLM:
                 found = load_with_progress(
@@ -221,6 +228,8 @@ def generate(argv: list[str]) -> int:
             raise UsageError("--effort of `jaxllm generate` is for one engine; leave --pools out, or serve with both.")
         if effort is not None and overlap != "none":
             raise UsageError("--effort of `jaxllm generate` has no --overlap; leave it out, or serve with both.")
+        if effort is not None and star_bytes:
+            raise UsageError("--effort of `jaxllm generate` has no --star-bytes; leave it out, or serve with both.")
         if effort is not None and (mla != "exact" or kv_span):
             raise UsageError("--effort of `jaxllm generate` has no --mla and no --kv-span; leave it out, or serve.")
         if effort is not None and speculate is not None:
@@ -253,7 +262,10 @@ def generate(argv: list[str]) -> int:
         sizes = single_user_config(
             loaded, needed, speculate, speculate_tokens, params.needs_full, kv_format, kv_keep, speculate_runs
         )
-        llm = LLM(loaded, dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla, kv_span=kv_span))
+        llm = LLM(
+            loaded,
+            dataclasses.replace(sizes, pools=pools, star_bytes=star_bytes, overlap=overlap, mla=mla, kv_span=kv_span),
+        )
         stream = llm.stream(prompt, params)
         print(prompt, end="", flush=True)
         for piece in stream:

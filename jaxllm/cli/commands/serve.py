@@ -23,6 +23,7 @@ from jaxllm.cli.model_loading import (
     check_pools,
     check_span,
     check_speculation,
+    check_star_bytes,
     load_with_progress,
 )
 from jaxllm.cli.runtime import ends_at_interrupt, is_first_process, processes, use_compilation_cache
@@ -76,6 +77,7 @@ def serve(argv: list[str]) -> int:
         two_phase: bool = False,
         layers: Literal["auto", "stacked", "apart"] = "auto",
         mesh: str | None = None,
+        star_bytes: int = 0,
         overlap: Literal["none", "iso", "nano"] = "none",
         mla: str = "exact",
         kv_span: bool = False,
@@ -162,6 +164,8 @@ def serve(argv: list[str]) -> int:
                 `jaxllm compile --serve DIR --layers apart` or an earlier start, and stacked otherwise.
             mesh: device mesh, such as data=2,tensor=4 (docs/serve/serving.md); one device by default. Each replica has
                 --max-sequences and --max-batched-tokens of its own.
+            star_bytes: with --mesh tensor=N, sums of no more bytes go through one device, where the latency of links
+                rules; `jaxllm bench --links` says how many (docs/serve/serving.md).
             overlap: with --mesh tensor=N, steps go through each layer in two halves, so that the matmuls of one do not
                 wait for the all-reduces of the other: iso: steps with prompts; nano: decode steps of several sequences
                 too (docs/serve/serving.md). With an attention pool in --pools: nano.
@@ -237,6 +241,7 @@ def serve(argv: list[str]) -> int:
         check_offload(offload, mesh)
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh, pools)
+        check_star_bytes(star_bytes, mesh)
         check_mla(mla, mesh)
         check_span(kv_span, mesh)
         if speculate_runs != 1:
@@ -264,7 +269,9 @@ def serve(argv: list[str]) -> int:
         sizes = with_speculation(
             with_kv_cache(plain, kv_format, kv_keep, kv_host, kv_disk), speculate, speculate_tokens, speculate_runs
         )
-        sizes = dataclasses.replace(sizes, pools=pools, overlap=overlap, mla=mla, kv_span=kv_span)
+        sizes = dataclasses.replace(
+            sizes, pools=pools, star_bytes=star_bytes, overlap=overlap, mla=mla, kv_span=kv_span
+        )
         tuned = None
         if finetune is not None:
             from jaxllm.cli.finetune_arguments import finetune_config

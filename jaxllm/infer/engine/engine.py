@@ -246,7 +246,7 @@ class Engine:
             streamed, params = params, params.ends
         check_streamed(config, None if streamed is None else streamed.placement)
         if streamed is not None and streamed.placement.cache is not None:
-            check_blocks(config, streamed.placement)
+            check_blocks(config, streamed.placement, proposer)
         folding = folding_of(config, model, params, size, tokenizer, mesh)
         if folding is not None:
             model, params = folding.model, folding.fold(params)

@@ -42,6 +42,7 @@ from jaxllm.infer.runner.runner_protocol import RunnerSpec
 from jaxllm.infer.runner.serving_mesh import (
     check_mesh,
     check_overlap,
+    check_star,
     fresh,
     placements,
     put,
@@ -127,7 +128,8 @@ class ModelRunner:
         if config.draft_trees:
             check_branches(model.config, config.verify_tokens)
         self.config, self.vocab_size = config, vocab_size
-        self.model, self._split_model = (serving_model(model, split=way, span=config.kv_span) for way in (False, True))
+        ways = {"span": config.kv_span, "star_bytes": config.star_bytes}
+        self.model, self._split_model = (serving_model(model, split=way, **ways) for way in (False, True))
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
         latent = any(block.attention.kv_spec.latent for block in model.config.blocks)
         check_mesh(
@@ -145,6 +147,7 @@ class ModelRunner:
                 f"batch_invariant does not go with {found[0]}: an input is an outlier by any token of a step. Choose "
                 "w8a8, or leave batch_invariant out."
             )
+        check_star(self.mesh, config.star_bytes)
         if config.overlap != "none" and not config.offloads_attention:
             check_overlap(self.mesh, model.config.residual)
         if config.draft_features and self.mesh is not None:
@@ -183,7 +186,7 @@ class ModelRunner:
             ]
             return ProgramCache(manifest, key, devices, strict, shipped=shipped, trusted=trusted)
 
-        of_sizes = digest([*config_key(config), max_len])[:8]
+        of_sizes = digest([*config_key(config), max_len, *self._page_key])[:8]
         complete = f"complete-{of_sizes}"
         # Of packed layers apart, XLA:CPU would dequantise many at once, into memory.
         platform = target_device().platform
@@ -392,6 +395,11 @@ class ModelRunner:
     def _batches(self) -> int:
         """Batches of a device that compute by turns; each is a replica of the engine, with pages of its own."""
         return 1
+
+    @property
+    def _page_key(self) -> list[str]:
+        """Settings beside the engine's that the number of pages depends on, for the one that is kept."""
+        return []
 
     @property
     def _computed_at_once(self) -> int:

@@ -174,11 +174,25 @@ def check_overlap(mesh: Mesh | None, residual: str) -> None:
         )
 
 
-def serving_rules(rules: Rules, *, split: bool = False, span: bool = False) -> Rules:
+def check_star(mesh: Mesh | None, star_bytes: int) -> None:
+    """Checks that there are sums of tensor shards to add through one device.
+
+    Raises:
+        ShardingError: there are none.
+    """
+    sizes = {} if mesh is None else dict(mesh.shape)
+    if star_bytes and sizes.get("tensor", 1) == 1:
+        raise ShardingError(
+            f"star sums are sums of tensor shards, and the mesh {sizes or 'of one device'} has none: give tensor=3 or "
+            "more, or leave star_bytes out."
+        )
+
+
+def serving_rules(rules: Rules, *, split: bool = False, span: bool = False, star_bytes: int = 0) -> Rules:
     """Sharding rules for serving: flat batches, one per replica, and weights without an optimizer.
 
     With ``split`` a batch's tokens are split over ``context``; each of its devices has all keys and values. With
-    ``span`` each has some of the pages, and attends with all queries.
+    ``span`` each has some of the pages, and attends with all queries. ``star_bytes``: see ``Rules``.
 
     Training stores a weight split over all axes that split tokens; serving splits it over ``fsdp`` only, so that the
     all-gather before each use, which is repeated for every decoded token, is always an explicit choice.
@@ -189,14 +203,14 @@ def serving_rules(rules: Rules, *, split: bool = False, span: bool = False) -> R
     if span:
         own |= {"attn_seq": (), "pages": (*rules.mesh_axes("batch"), "context")}
     rules = replace(rules.override(**own, attn_kv_seq=(), layers=(), **stored), folding=None)
-    return replace(rules, keep_heads=True)
+    return replace(rules, keep_heads=True, star_bytes=star_bytes)
 
 
-def serving_model(model: Functional, *, split: bool = False, span: bool = False) -> Functional:
+def serving_model(model: Functional, *, split: bool = False, span: bool = False, star_bytes: int = 0) -> Functional:
     """Model with ``serving_rules``, without gradient checkpointing."""
     return functional(
         replace(model.config, remat="none", matmul_precision="plain", embed_grad=1.0),
-        serving_rules(model.rules, split=split, span=span),
+        serving_rules(model.rules, split=split, span=span, star_bytes=star_bytes),
     )
 
 

@@ -68,7 +68,7 @@ class FitRequest:
                 raise ValueError(
                     f"{part!r}: fit places whole layers, with their experts; leave it out, or give a budget."
                 )
-            elif name in ("kv_device", "kv_host", "streams"):
+            elif name in ("kv_device", "kv_host", "kv_tokens", "streams"):
                 raise ValueError(f"{part!r}: fit finds that; leave it out, or give a budget.")
             else:
                 budget.append(part)
@@ -82,6 +82,8 @@ class FitRequest:
         except ValueError as error:
             raise ValueError(f"{error} All parts: {USAGE}.") from None
         given = {part.partition("=")[0] for part in budget}
+        if "prompt" in own and "batches" in given:
+            raise ValueError("prompt predicts the throughput of one batch; leave it out, or batches.")
         return cls(
             limits.device if "device" in given else None,
             limits.host if "host" in given else None,

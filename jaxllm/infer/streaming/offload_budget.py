@@ -17,7 +17,7 @@ from jaxllm.infer.streaming.experts.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
-USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,batches=N,kv_device=GiB,kv_host=GiB,"
+USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,batches=N,kv_device=GiB,kv_host=GiB,kv_tokens=N,"
 USAGE += f"streams={'|'.join(STREAM_TIERS)}"
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
@@ -42,6 +42,7 @@ class OffloadBudget:
         batches: batches that compute by turns in each layer, see ``CachePlacement``.
         kv_device: bytes of the KV cache of all batches that stay on the device; None: all.
         kv_host: bytes of the rest in host memory, the others in files of ``disk``; None: all of the rest.
+        kv_tokens: tokens of a batch that the KV cache has pages for; None: those of all its sequences at full length.
         streams: where the residual streams of batches are while others compute.
     """
 
@@ -58,6 +59,7 @@ class OffloadBudget:
     batches: int = 1
     kv_device: int | None = None
     kv_host: int | None = None
+    kv_tokens: int | None = None
     streams: StreamTier = "device"
 
     @classmethod
@@ -76,7 +78,11 @@ class OffloadBudget:
             name, _, value = part.partition("=")
             if name in found:
                 raise ValueError(f"{name} is given twice in {text!r}.")
-            if name in ("window", "loaders", "experts", "slices", "batches") and value.isdecimal() and int(value):
+            if (
+                name in ("window", "loaders", "experts", "slices", "batches", "kv_tokens")
+                and value.isdecimal()
+                and int(value)
+            ):
                 found[name] = int(value)
             elif name in ("device", "host", "experts_host", "kv_device", "kv_host") and (
                 number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)
@@ -96,6 +102,10 @@ class OffloadBudget:
             raise ValueError(f"{text!r} cuts layers into slices; give experts=SLOTS, how many are on the device, too.")
         if "experts_host" in found and "disk" not in found:
             raise ValueError(f"{text!r} limits the experts on the host; give disk=DIR for files of the others.")
+        if "experts" in found and not found.keys().isdisjoint(("batches", "kv_device", "kv_tokens", "streams")):
+            raise ValueError(
+                f"{text!r}: experts in slots do not go with batches by turns or a KV cache by tier; leave one out."
+            )
         if "kv_host" in found and not {"kv_device", "disk"} <= found.keys():
             raise ValueError(
                 f"{text!r} limits the KV cache on the host; give kv_device=GiB, how much of it stays on the device, "
@@ -119,15 +129,18 @@ class OffloadBudget:
             parts.append(f"batches={self.batches}")
             parts += [] if self.kv_device is None else [f"kv_device={self.kv_device}B"]
             parts += [] if self.kv_host is None else [f"kv_host={self.kv_host}B"]
+            parts += [] if self.kv_tokens is None else [f"kv_tokens={self.kv_tokens}"]
             parts.append(f"streams={self.streams}")
         return ",".join(parts)
 
     @property
     def cache(self) -> CachePlacement | None:
         """Placement of the KV cache; None: one batch, whose KV cache is on the device."""
-        if (self.batches, self.kv_device, self.streams) == (1, None, "device"):
+        if (self.batches, self.kv_device, self.kv_tokens, self.streams) == (1, None, None, "device"):
             return None
-        return CachePlacement(self.batches, self.kv_device, self.kv_host, self.disk, self.streams)
+        return CachePlacement(
+            self.batches, self.kv_device, self.kv_host, self.disk, self.streams, tokens=self.kv_tokens
+        )
 
     def placement(self, unit_bytes: Sequence[int], on_device: Sequence[int] | None = None) -> WeightPlacement:
         """Places units of these sizes, in order.

@@ -239,20 +239,25 @@ def tiers_of(placement: WeightPlacement, units: int) -> list[Tier]:
 
 
 def predict(
-    model: ModelBytes, rates: TierRates, budget: OffloadBudget, batch: int, length: int = TierLimits.length
+    model: ModelBytes,
+    rates: TierRates,
+    budget: OffloadBudget,
+    batch: int,
+    length: int = TierLimits.length,
+    page: int = TierLimits.page,
 ) -> FittedPlacement:
     """Predicted decoding of batches with a budget, however that was chosen.
 
     Args:
         model, rates, budget: what computes where, and how fast.
         batch: sequences of a batch.
-        length: tokens of a sequence that the KV cache holds; it counts where that is by tier.
+        length, page: tokens of a sequence that the KV cache holds, and of a page; they count where that is by tier.
     """
     placement = budget.placement(model.units)
     tiers = tiers_of(placement, len(model.units))
     held = {tier: sum(b for b, t in zip(model.units, tiers, strict=True) if t == tier) for tier in Tier.__args__}
     block = BatchBlock(batch, budget.batches, budget.streams, budget.kv_device is not None)
-    limits = TierLimits(0, 0, budget.disk, length)
+    limits = TierLimits(0, 0, budget.disk, length, page=page)
     cache, turns = dict[Tier, int](), None
     if budget.cache is not None:
         of_part = cache_bytes(model, limits, block) // (block.batches * len(model.units))
@@ -264,7 +269,9 @@ def predict(
     of_all = lambda sizes: tuple(sizes[tier] / max(1, sum(sizes.values())) for tier in Tier.__args__)  # noqa: E731
     parts_of_step = terms(of_all(held), of_all(cache) if cache else (1, 0, 0), model, rates, limits, block)
     longest = max(parts_of_step, key=lambda name: parts_of_step[name])
-    return FittedPlacement(batch, budget, held, time.seconds, longest, cache)
+    # The timeline has no writes, which may take the longest.
+    seconds = time.seconds if turns is None else max(time.seconds, parts_of_step[longest])
+    return FittedPlacement(batch, budget, held, seconds, longest, cache)
 
 
 def parts_of(budget: OffloadBudget, size: int, count: int) -> list[Tier]:
@@ -303,7 +310,9 @@ def fit(
             shares = solve(model, rates, own, block, window)
             if shares is not None:
                 host = room(model, own, block, window)[1]
-                way = predict(model, rates, _budget(shares, model, own, host, block, window), batch, limits.length)
+                way = predict(
+                    model, rates, _budget(shares, model, own, host, block, window), batch, limits.length, limits.page
+                )
                 whole = way.bytes["host"] + way.cache.get("host", 0)
                 ways += [way] if whole <= host else []  # whole layers may have no room where shares have
         if ways:
@@ -350,6 +359,7 @@ def _budget(
         batches=block.batches,
         kv_device=int(here * held + 1e-6 * held),
         kv_host=None if limits.disk is None else int(there * held + 1e-6 * held),
+        kv_tokens=block.batch * limits.length,
         streams=block.streams,
     )
 

@@ -187,7 +187,8 @@ class StreamedWeights:
             parts.append(f"{where['disk']} in files of {place.disk}")
         others = "on the host" if place.expert_host_bytes is None else f"in files of {place.disk}"
         slots = f"; {place.expert_slots} experts of each mixture, the others {others}" if place.expert_slots else ""
-        return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute{slots}"
+        turns = "" if place.cache is None else f"; {place.cache}"
+        return f"layers: {', '.join(parts)}; {place.window} at a time are on the device to compute{slots}{turns}"
 
 
 def spread(units: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:
@@ -201,6 +202,8 @@ def spread(units: Sequence[Item], count: int) -> tuple[list[Item], list[Item]]:
 
 def most_that_fit(sizes: Sequence[int], room: int) -> int:
     """Most of some sizes, spread evenly over them, that fit together."""
+    if len(set(sizes)) == 1:
+        return min(len(sizes), room // sizes[0]) if sizes[0] else len(sizes)
     return next(count for count in range(len(sizes), -1, -1) if sum(spread(sizes, count)[0]) <= room)
 
 

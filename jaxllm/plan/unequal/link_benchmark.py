@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding.star_sum import star_limit
+
 AXIS = "device"
 MESSAGE = 2**26
 """Bytes that each device sends at a time."""
@@ -50,7 +52,24 @@ class LinkRates:
         rows = [f"{'':{wide}}     GB/s  latency us"]
         for pair, ((a, _), (b, _)) in zip(said, pairs, strict=True):
             rows.append(f"{pair:{wide}} {self.bandwidth[a][b] / 1e9:8.2f} {1e6 * self.latency[a][b]:11.1f}")
+        limit = self.star_limit()
+        if limit:
+            rows.append(
+                f"sums over these {len(self.names)} are faster through one of them up to {limit} bytes: "
+                f"--star-bytes {limit}"
+            )
         return "\n".join(rows)
+
+    def star_limit(self) -> int:
+        """Most bytes whose sum over one device of each unit is faster through one of them than by a ring.
+
+        By the longest latency and the lowest bandwidth between units; see ``sharding.star_sum``. 0: none.
+        """
+        pairs = list(itertools.combinations(range(len(self.names)), 2))
+        if not pairs:
+            return 0
+        hop, link = max(self.latency[a][b] for a, b in pairs), min(self.bandwidth[a][b] for a, b in pairs)
+        return star_limit(len(self.names), hop=hop, link=link)
 
     def toml(self) -> str:
         """Lines of ``[between]`` in the file of an unequal cluster (``unequal_cluster``)."""

@@ -50,7 +50,7 @@ def drawn_cache(rng: np.random.Generator, part: int, units: int, folder: Path) -
 
 def check_parts(runner: BlockRunner) -> None:
     """Bytes of each tier are as the placement says; no more parts were on the device than the window has."""
-    cache, window = runner.cache, runner.pools
+    cache, window = runner.cache, runner.parts
     sizes = {segment: bytes_of(runner._template(segment)) for segment in {unit.segment for unit in runner.units}}
     held = sum(bytes_of(pools) for pools in window.held.values())
     assert held == sum(sizes[runner.units[part.unit].segment] for part in window.held)
@@ -92,7 +92,7 @@ def blocks_are_resident(seed: int) -> dict[str, float]:
         assert isinstance(runner, BlockRunner)
         check_parts(runner)
         check_window(engine, placement)
-        seen = runner.pools.counts
+        seen = runner.parts.counts
         found = {
             "reads": sum(seen.reads.values()),
             "written": sum(seen.written_pages.values()),
@@ -226,5 +226,5 @@ def check_whole(model: ModelBytes, rates: TierRates, limits: TierLimits, one: An
     assert sum(one.bytes.values()) == sum(model.units)
     parts = len(model.units) * one.budget.batches
     assert 0 <= cache_bytes(model, limits, block) - sum(one.cache.values()) < parts  # bytes of a part are whole
-    assert predict(model, rates, one.budget, one.batch, limits.length) == one
+    assert predict(model, rates, one.budget, one.batch, limits.length, limits.page) == one
     assert one.budget.batches <= (limits.batches or 1)

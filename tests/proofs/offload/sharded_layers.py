@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from pathlib import Path
@@ -78,3 +79,29 @@ def streamed_shards_are_resident(seed: int) -> dict[str, float]:
             "bytes": max(0.0, most[0] - held - stays),
             "parts": float(tensor),
         }
+
+
+@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("through one device",))
+def star_sums_are_all_reduces(seed: int) -> dict[str, float]:
+    """Random traffic over ``tensor``, weights resident or streamed, whose sums of no more than some rows go through one
+    device: log-probabilities of the training forward.
+    """
+    rng = np.random.default_rng(seed)
+    model, way = str(rng.choice(list(DIVIDED))), str(rng.choice([way for way in WAYS if way != "invariant"]))
+    architecture = engines.model_of(model, "float64")
+    tensor = int(rng.choice(DIVIDED[model]))
+    rows = int(rng.choice([engines.ENGINES[way].prompt_buckets[0], 1000]))
+    config = dataclasses.replace(engines.ENGINES[way], star_bytes=rows * 8 * architecture.embed_dim)
+    with tempfile.TemporaryDirectory() as folder:
+        units = sum(n for _, n in architecture.segments)
+        placement = drawn(rng, units, Path(folder)) if rng.random() < 0.5 else None
+        mesh = sharding.MeshSpec.parse(f"tensor={tensor}").build(jax.devices()[:tensor])
+        engine = engines.build(config, model, "float64", placement=placement, mesh=mesh)
+        counter = Compilations()
+        with counter:
+            made = engines.serve(engine, engines.traffic(rng, config, 5))
+        assert not counter.names
+        permutes = sum("collective-permute" in one.compiled.as_text() for one in dict(engine.runner.programs).values())
+        assert permutes
+        engine.runner.close()
+        return {"logprobs": engines.error(model, "float64", made), "through one device": float(permutes)}

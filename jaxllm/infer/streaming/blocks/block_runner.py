@@ -16,14 +16,17 @@ from jaxtyping import Int
 
 from jaxllm.config import ConfigError
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.model_runner import ACCELERATOR_MEMORY_SHARE
 from jaxllm.infer.runner.page_programs import Pools, empty_pools
 from jaxllm.infer.runner.program_cache import EngineProgram, config_key
 from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step.step_shape import StepShape
+from jaxllm.infer.scheduling.proposer import AnyProposer, BatchProposer
 from jaxllm.infer.streaming.blocks.block_step import BlockStep
 from jaxllm.infer.streaming.blocks.pool_store import FilePools, HostPools, Part, PoolStore
 from jaxllm.infer.streaming.blocks.pool_window import PoolWindow
 from jaxllm.infer.streaming.blocks.unit_pools import most_written, rows_in_units, unit_groups, written_pages
+from jaxllm.infer.streaming.fit_request import free_host_bytes
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, most_that_fit, spread
 from jaxllm.models import Functional
@@ -36,7 +39,8 @@ class BlockRunner(StreamedRunner):
         ConfigError: settings that it does not go with; names them.
 
     Attributes:
-        pools: the window of the parts of the KV cache.
+        pools: shapes of the pools of each unit, of one batch.
+        parts: the window of the parts of the KV cache.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class BlockRunner(StreamedRunner):
                 "a KV cache by tier, and batches by turns (kv_device, batches), are for one device; leave the mesh out."
             )
         self.cache = cache
+        self._tiers = dict[tuple[int, ...], dict[str, list[Part]]]()
         super().__init__(model, params, config, weights=weights, **options)
         # Each batch has its own; programs get those of one.
         self._lasts = [self.last, *(put(np.zeros_like(self.last), self._per_replica) for _ in self._others)]
@@ -71,10 +76,24 @@ class BlockRunner(StreamedRunner):
     # Parts of the KV cache
 
     def _pages_that_fit(self) -> int:
-        """Pages of a batch: with a KV cache by tier, as many as its sequences can have."""
+        """Pages of a batch: by ``CachePlacement.tokens``, or with a KV cache by tier all that sequences can have."""
+        if self.cache.tokens is not None:
+            return -(-self.cache.tokens // self.spec.page_size) + 1
         if not self.cache.leaves_device:
             return super()._pages_that_fit()
         return self.config.max_sequences * self.spec.columns + 1
+
+    @property
+    def _page_key(self) -> list[str]:
+        return [repr(self.cache)]
+
+    @property
+    def _bytes_beside_pages(self) -> int:
+        """See ``ModelRunner``; each batch has slots, and a residual stream that waits."""
+        state = _bytes_of(self._abstract_state() if self._full else ())
+        model = self.model.config
+        stream = self.config.max_batched_tokens * model.embed_dim * np.dtype(model.dtype).itemsize
+        return super()._bytes_beside_pages + len(self._others) * state + self._batches * stream
 
     def _size_of(self, segment: int) -> int:
         """Layers of a unit of a segment."""
@@ -85,32 +104,67 @@ class BlockRunner(StreamedRunner):
         first = next(unit for unit in self.units if unit.segment == segment).first
         groups = unit_groups(self.spec.groups, first, self._size_of(segment))
         spec, place = self.spec, self._everywhere
-        shapes = jax.eval_shape(
-            lambda: empty_pools(self._page_rules, groups, spec.pages, spec.page_size, self.config.max_sequences)
-        )
+        with self._on_page_mesh():
+            shapes = jax.eval_shape(
+                lambda: empty_pools(self._page_rules, groups, spec.pages, spec.page_size, self.config.max_sequences)
+            )
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
 
     def _parts_by_tier(self) -> dict[str, list[Part]]:
         """Parts that stay on the device, in host memory, and in files, in the order in which they compute."""
+        if self.spec.pages not in self._tiers:
+            sizes = {s: _bytes_of(self._template(s)) for s in {unit.segment for unit in self.units}}
+            parts = [Part(n, batch) for n in range(len(self.units)) for batch in range(self._batches)]
+            each = {part: sizes[self.units[part.unit].segment] for part in parts}
+            here, others = _within(parts, each, self.cache.device_bytes)
+            on_host, in_files = _within(others, each, self.cache.host_bytes)
+            self._tiers = {self.spec.pages: {"device": here, "host": on_host, "disk": in_files}}
+        return self._tiers[self.spec.pages]
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes of the KV cache of all batches by tier."""
         sizes = {s: _bytes_of(self._template(s)) for s in {unit.segment for unit in self.units}}
-        parts = [Part(n, batch) for n in range(len(self.units)) for batch in range(self._batches)]
-        each = {part: sizes[self.units[part.unit].segment] for part in parts}
-        here, others = _within(parts, each, self.cache.device_bytes)
-        on_host, in_files = _within(others, each, self.cache.host_bytes)
-        return {"device": here, "host": on_host, "disk": in_files}
+        return {
+            tier: sum(sizes[self.units[part.unit].segment] for part in parts)
+            for tier, parts in self._parts_by_tier().items()
+        }
+
+    def _check_room(self, largest: int) -> None:
+        """Checks that there is memory for the parts, before they are made: memory of zeros is taken when it is used.
+
+        Args:
+            largest: bytes of the largest part.
+
+        Raises:
+            ConfigError: there is not; says how much is missing, and what to do.
+        """
+        taken, stats = self.bytes_by_tier(), self._page_device.memory_stats()
+        free = {"host": free_host_bytes()}
+        if stats is not None and "bytes_limit" in stats:
+            free["device"] = int(ACCELERATOR_MEMORY_SHARE * stats["bytes_limit"]) - stats.get("bytes_in_use", 0)
+            taken["device"] += self.cache.window * largest
+        for tier, room in free.items():
+            if taken[tier] > room:
+                raise ConfigError(
+                    f"the KV cache of {self._batches} batches takes {taken[tier] / 2**30:.2f} GiB of the {tier}'s "
+                    f"memory, and {max(0, room) / 2**30:.2f} are free: give a smaller max_len or fewer sequences, "
+                    "kv_tokens below what all of them can have, or other kv_device and kv_host (with disk=DIR)."
+                )
 
     def _make_pools(self) -> None:
         templates = {segment: self._template(segment) for segment in {unit.segment for unit in self.units}}
         of = lambda part: templates[self.units[part.unit].segment]  # noqa: E731
         empty = lambda part: jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), of(part))  # noqa: E731
         tiers = self._parts_by_tier()
+        self._check_room(max(map(_bytes_of, templates.values())))
         stores: dict[Part, PoolStore] = {part: HostPools(of(part)) for part in tiers["host"]}
         for part in tiers["disk"]:
             assert self.cache.disk is not None
             what = f"the KV cache of batch {part.batch} in layer {self.units[part.unit].first}"
             stores[part] = FilePools(of(part), self.cache.disk, what)
         held = {part: empty(part) for part in tiers["device"]}
-        self.pools: Any = PoolWindow(held, stores, self._everywhere, self.cache.window)
+        self.pools: Any = tuple(slots for unit in self.units for slots in templates[unit.segment])
+        self.parts = PoolWindow(held, stores, self._everywhere, self.cache.window)
 
     # Programs
 
@@ -130,7 +184,8 @@ class BlockRunner(StreamedRunner):
         )
         one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)  # noqa: E731
         begin = {"params": ends, "last": inputs["last"], "packed": inputs["packed"]}
-        batch, hidden = one(jax.eval_shape(step.begin, *begin.values()))
+        with self._on_mesh():
+            batch, hidden = one(jax.eval_shape(step.begin, *begin.values()))
         programs = [EngineProgram(f"{shape.name}-begin", step.begin, begin, (), key)]
         held = set(self._parts_by_tier()["device"])
         for segment, weights in self._layers.items():
@@ -163,19 +218,22 @@ class BlockRunner(StreamedRunner):
         sent = {batch: put(packed[batch : batch + 1], self._per_replica) for batch in active}
         pages = {batch: written_pages(shape, packed[batch], self.spec.page_size) for batch in active}
         padded = {batch: self._padded_pages(shape, pages[batch]) for batch in active}
-        self.pools.begin([Part(unit, batch) for unit in range(len(self.units)) for batch in active])
-        begun = {b: self.programs[f"{shape.name}-begin"](self._weights, self._lasts[b], sent[b]) for b in active}
-        streams = {batch: self._put_aside(hidden) for batch, (_, hidden) in begun.items()}
+        self.parts.begin([Part(unit, batch) for unit in range(len(self.units)) for batch in active])
+        fields, streams = dict[int, Any](), dict[int, Any]()
+        for batch in active:
+            begun = self.programs[f"{shape.name}-begin"](self._weights, self._lasts[batch], sent[batch])
+            fields[batch], streams[batch] = begun[0], self._put_aside(begun[1])
+            del begun
         for place, unit in enumerate(self.units):
             weights = self.window.take(unit)
             for batch in active:
                 part = Part(place, batch)
-                here = part in self.pools.held
+                here = part in self.parts.held
                 program = self.programs[_unit_name(shape, unit.segment, here)]
-                given = self.pools.take(part), sent[batch], begun[batch][0], self._brought(streams[batch])
+                given = self.parts.take(part), sent[batch], fields[batch], self._brought(streams[batch])
                 written = () if here else (padded[batch],)
                 pools, hidden, *contents = program(self._weights, weights, *given, self._numbers[unit.first], *written)
-                self.pools.give_back(part, pools, *contents, *(() if here else (pages[batch],)))
+                self.parts.give_back(part, pools, *contents, *(() if here else (pages[batch],)))
                 streams[batch] = self._put_aside(hidden)
             self.window.give_back(unit, [streams[batch] for batch in active])
         rows: list[Any] = [None] * self._batches
@@ -209,7 +267,7 @@ class BlockRunner(StreamedRunner):
         try:
             return super().run(shape, packed, masks)
         except BaseException:
-            self.pools.restart()
+            self.parts.restart()
             raise
 
     # What the engine asks of the device's state
@@ -220,7 +278,7 @@ class BlockRunner(StreamedRunner):
 
     def counters(self) -> dict[str, int]:
         """Counters of reads, waits and pages that were written back, by name."""
-        seen, found = self.pools.counts, super().counters()
+        seen, found = self.parts.counts, super().counters()
         found |= {"kv_stalls": seen.stalls, "kv_stalled_milliseconds": round(1e3 * seen.stalled_seconds)}
         for tier in sorted(seen.reads):
             found |= {f"kv_reads_{tier}": seen.reads[tier], f"kv_read_bytes_{tier}": seen.read_bytes[tier]}
@@ -230,7 +288,7 @@ class BlockRunner(StreamedRunner):
     def close(self) -> None:
         """Ends the threads that read layers and KV cache."""
         super().close()
-        self.pools.close()
+        self.parts.close()
 
 
 class BlockOutputs:
@@ -251,13 +309,17 @@ class BlockOutputs:
         return all(row is None or row.is_ready() for row in self._rows)
 
 
-def check_blocks(config: EngineConfig, placement: WeightPlacement) -> None:
+def check_blocks(config: EngineConfig, placement: WeightPlacement, proposer: AnyProposer | None = None) -> None:
     """Checks what goes with batches by turns and a KV cache by tier.
+
+    Args:
+        config, placement: of the engine, and of its weights and KV cache.
+        proposer: that of the engine, where ``config`` names none.
 
     Raises:
         ConfigError: names what does not.
     """
-    proposer = (config.speculate or "ngram").partition(":")[0]
+    kind = (config.speculate or "ngram").partition(":")[0]
     wrong = {
         f"preemption = {config.preemption!r} (give 'recompute')": config.preemption == "swap",
         f"kv_host_gib = {config.kv_host_gib}": config.kv_host_gib > 0,
@@ -265,7 +327,8 @@ def check_blocks(config: EngineConfig, placement: WeightPlacement) -> None:
         f"kv_dtype = {config.kv_dtype!r}, which encodes whole pages (give int4, int8 or fp8),": config.residual_window
         > 0,
         f"kv_dtype = {config.kv_dtype!r}, whose values are in host memory,": config.values_on_host,
-        f"speculate = {config.speculate!r} (give 'ngram')": proposer != "ngram",
+        f"speculate = {config.speculate!r} (give 'ngram')": kind != "ngram",
+        f"proposer = {type(proposer).__name__}, whose drafts are of one batch,": isinstance(proposer, BatchProposer),
         "draft_trees (a tree of draft tokens)": config.draft_trees,
         f"chunk_cache = {config.chunk_cache!r}": bool(config.chunk_cache),
         f"experts = {placement.expert_slots} (experts in slots)": placement.expert_slots > 0,

@@ -27,6 +27,7 @@ class CachePlacement:
         host_bytes: bytes of the others that stay in host memory; None: all others.
         disk: directory for files of the rest.
         streams: where the residual streams of batches are while others compute.
+        tokens: tokens of a batch that the KV cache has pages for; None: those of all its sequences at full length.
         window: parts of the others on the device at a time, the one that computes among them.
     """
 
@@ -35,14 +36,20 @@ class CachePlacement:
     host_bytes: int | None = None
     disk: Path | None = None
     streams: StreamTier = "device"
+    tokens: int | None = None
     window: int = PARTS_ON_DEVICE
 
     def __post_init__(self) -> None:
-        if self.batches < 1 or self.window < 1 or min(self.device_bytes or 0, self.host_bytes or 0) < 0:
+        if (
+            self.batches < 1
+            or self.window < 1
+            or min(self.device_bytes or 0, self.host_bytes or 0) < 0
+            or (self.tokens is not None and self.tokens < 1)
+        ):
             raise ValueError(
                 f"placement of the KV cache: batches = {self.batches}, window = {self.window}, device_bytes = "
-                f"{self.device_bytes}, host_bytes = {self.host_bytes}; give 1 or more batches and parts of the window, "
-                "and 0 or more bytes."
+                f"{self.device_bytes}, host_bytes = {self.host_bytes}, tokens = {self.tokens}; give 1 or more batches, "
+                "parts of the window and tokens, and 0 or more bytes."
             )
         if self.streams not in STREAM_TIERS:
             raise ValueError(f"placement of the KV cache: streams = {self.streams!r}; legal: {STREAM_TIERS}.")
@@ -51,6 +58,19 @@ class CachePlacement:
                 f"placement of the KV cache: host_bytes = {self.host_bytes} leaves parts to files; give a directory as "
                 "disk."
             )
+
+    def __str__(self) -> str:
+        """Bytes by tier, for people."""
+        mib = lambda size: f"{size / 2**20:.0f} MiB"  # noqa: E731
+        where = "on the device"
+        if self.device_bytes is not None:
+            where = f"{mib(self.device_bytes)} on the device, the rest on the host"
+        if self.host_bytes is not None:
+            where = (
+                f"{mib(self.device_bytes or 0)} on the device, {mib(self.host_bytes)} on the host, the rest in files"
+            )
+        turns = f"{self.batches} batches by turns, " if self.batches > 1 else ""
+        return f"{turns}KV cache {where}, streams on the {self.streams}"
 
     @property
     def leaves_device(self) -> bool:

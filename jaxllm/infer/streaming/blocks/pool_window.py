@@ -66,10 +66,16 @@ class PoolWindow:
         self._ahead: collections.deque[tuple[Part, Future[Pools]]] = collections.deque()
         self._frees: list[Future[None]] = []
         self._writes = dict[Part, Future[None]]()
+        self._writing: collections.deque[Future[None]] = collections.deque()
         self._on_device, self._lock = 0, threading.Lock()
 
     def begin(self, parts: Sequence[Part]) -> None:
-        """Starts to read the parts of a step, in the order in which they are taken."""
+        """Starts to read the parts of a step, in the order in which they are taken.
+
+        Raises:
+            WeightsUnavailableError: a part of the last step could not be written back.
+        """
+        self._wait_for_writes(len(self._writing))
         self._to_read.extend(part for part in parts if part not in self.held)
         for _ in range(self.size):
             self._read_ahead(None)
@@ -99,14 +105,20 @@ class PoolWindow:
         Args:
             part: the part.
             pools: the program's result.
-            written: contents of the pages that it has written to, see ``PoolStore.write``.
+            written: contents of the pages that it has written to, see ``PoolStore.write``. No more of them wait on the
+                device than parts are there.
             pages: their numbers.
+
+        Raises:
+            WeightsUnavailableError: an earlier part could not be written back.
         """
         if part in self.held:
             self.held[part] = pools
             return
-        self._writes[part] = self._writer.submit(self._write, part, written, pages)
+        write = self._writes[part] = self._writer.submit(self._write, part, written, pages)
+        self._writing.append(write)
         self._read_ahead(pools)
+        self._wait_for_writes(self.size)
 
     def restart(self) -> None:
         """Forgets a step that was broken off."""
@@ -117,6 +129,7 @@ class PoolWindow:
         self._ahead.clear()
         self._frees.clear()
         self._writes.clear()
+        self._writing.clear()
         self._on_device = 0
 
     def close(self) -> None:
@@ -124,8 +137,14 @@ class PoolWindow:
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown(cancel_futures=True)
 
+    def _wait_for_writes(self, most: int) -> None:
+        """Waits until no more than so many writes are left; those that have ended are looked at."""
+        while self._writing and (len(self._writing) > most or self._writing[0].done()):
+            self._writing.popleft().result()
+
     def _read_ahead(self, freed: Pools) -> None:
-        self._frees = [one for one in self._frees if not one.done()]
+        while self._frees and self._frees[0].done():
+            self._frees.pop(0).result()
         if self._to_read:
             part = self._to_read.popleft()
             write = self._writes.pop(part, None)
@@ -141,15 +160,15 @@ class PoolWindow:
             self._on_device -= 1
 
     def _read(self, part: Part, write: Future[None] | None, freed: Pools) -> Pools:
-        if freed is not None:
-            self._free(freed)
-        if write is not None:
-            write.result()
-        with self._lock:
-            self._on_device += 1
-            self.counts.most = max(self.counts.most, self._on_device)
         store = self.stores[part]
         try:
+            if freed is not None:
+                self._free(freed)
+            if write is not None:
+                write.result()
+            with self._lock:
+                self._on_device += 1
+                self.counts.most = max(self.counts.most, self._on_device)
             found = store.read()
             if self._copies:
                 found = jax.tree.map(np.array, found)
@@ -165,5 +184,12 @@ class PoolWindow:
 
     def _write(self, part: Part, written: Pools, pages: Sequence[Int[np.ndarray, " M"]]) -> None:
         store = self.stores[part]
-        store.write(pages, jax.tree.map(np.asarray, written))
+        try:
+            content = jax.tree.map(np.asarray, written)
+        except jax.errors.JaxRuntimeError as error:
+            raise WeightsUnavailableError(
+                f"the KV cache of batch {part.batch} in unit {part.unit} cannot be copied to the {store.tier} tier: "
+                f"{error}"
+            ) from error
+        store.write(pages, content)
         self.counts.written_pages[store.tier] += sum(map(len, pages))

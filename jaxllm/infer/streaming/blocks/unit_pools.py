@@ -86,6 +86,7 @@ def written_pages(
 def most_written(shape: StepShape, page_size: int, pages: int) -> int:
     """Most pages of a pool that a step of a shape writes to, see ``written_pages``.
 
-    n rows are on no more than n / C + 2 pages of C positions, and a request has no more than one copy.
+    n rows of a request are on no more than n pages, and on no more than n / C + 2 pages of C positions; a request has
+    no more than one copy.
     """
-    return min(pages, shape.tokens // page_size + 3 * shape.requests)
+    return min(pages, min(shape.tokens, shape.tokens // page_size + 2 * shape.requests) + shape.requests)
