@@ -37,6 +37,8 @@ from sharding import MeshSpec
 
 SHARES = [sixteenths / 16 for sixteenths in range(16)]
 COMPILED = 3
+"""Shares whose step is compiled for one error in the predicted bytes, the fastest first."""
+MOST_COMPILED = 9
 """Most shares whose step is compiled."""
 
 
@@ -120,44 +122,28 @@ def fastest_that_fits(
         budget: bytes of a device.
         host: where activations may be moved to, beside the state.
         measure: compiles the step of a plan.
-        again: the plans with an ``error`` in their predicted bytes: asked where all that were compiled are over the
-            budget, and where one that fits leaves much of it.
+        again: the plans with an ``error`` in their predicted bytes: asked for what compiled ones took beyond their
+            parts, the least first, while none fits or the one that does leaves much of the budget.
     """
-    over: dict[tuple[float, str], int] = {}  # bytes that those over the budget took beyond their prediction
-
-    def fitting(plan: PersistentPlan) -> PersistentPlan | None:
-        found = measure(plan)
-        if found.device > budget:
-            over[plan.share, plan.remat] = found.device - plan.bytes
-        fits = found.device <= budget and found.host <= host.bytes + plan.stays
-        return plan._replace(bytes=found.device) if fits else None
-
-    def by_time(plans: list[PersistentPlan]) -> list[PersistentPlan]:
-        return sorted(plans, key=lambda plan: plan.seconds)[:COMPILED]
-
-    def fuller(best: PersistentPlan, error: int) -> PersistentPlan:
-        """A faster plan that uses more of the budget, by what this one took beyond its parts; else this one."""
-        if again is not None and best.bytes < CLOSE * budget:
-            for plan in by_time(again(error)):
-                new = plan.seconds < best.seconds and (plan.share, plan.remat) not in over
-                if new and (found := fitting(plan)) is not None:
-                    return found
-        return best
-
-    for plan in by_time(plans):
-        if plan is plans[0]:
-            break
-        if (best := fitting(plan)) is not None:
-            return fuller(best, best.bytes - plan.bytes)
-    for error in sorted(over.values()):  # with what they took more in mind, the least first
-        if again is None:
-            break
-        first, *others = again(error)
-        others = [plan for plan in others if (plan.share, plan.remat) not in over]
-        one = min(others, key=lambda plan: plan.seconds, default=first)
-        if one.seconds < first.seconds and (best := fitting(one)) is not None:
-            return fuller(best, error + best.bytes - one.bytes)
-    return plans[0]
+    best, errors, tried = plans[0], [0], set[tuple[float, str]]()
+    while errors and len(tried) < MOST_COMPILED and (best is plans[0] or best.bytes < CLOSE * budget):
+        errors.sort()
+        error = errors.pop(0)
+        found = plans if not error or again is None else again(error)
+        # Where errors are too small one plan shows it, whose own error is the next.
+        many = 1 if error and best is plans[0] else COMPILED
+        for plan in sorted(found, key=lambda plan: plan.seconds)[:many]:
+            if plan.seconds >= best.seconds or (plan.share, plan.remat) in tried:
+                continue
+            tried.add((plan.share, plan.remat))
+            took = measure(plan)
+            beyond = error + took.device - plan.bytes
+            if again is not None and beyond not in errors and beyond != error:
+                errors.append(beyond)
+            if took.device <= budget and took.host <= host.bytes + plan.stays:
+                best = plan._replace(bytes=took.device)
+                break
+    return best
 
 
 def modelled(model: DecoderConfig, solved: RematSolution, widths: Mapping[str, float] | None = None) -> Measure:

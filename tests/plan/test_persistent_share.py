@@ -125,8 +125,8 @@ def test_only_what_fits_as_compiled_is_taken():
 
 
 def test_plans_that_take_more_than_predicted_are_made_again():
-    """All steps that are compiled are over the budget, by 30 to 12 bytes: with 12 in mind it is still over, with 21 it
-    fits. Before, no state was persistent then."""
+    """All steps that are compiled are over the budget, by 30 to 12 bytes: with 12 in mind it is still over by 2, with 14
+    it fits. With 21, the next of the first errors, it would leave 9."""
     tier, asked, seen = HostTier(5, 1.0, 1.0), list[int](), list[float]()
     plans = [PersistentPlan(n / 4, "full", 10 * n, 40 - 10 * n, 80, 9.0 - n) for n in range(4)]
 
@@ -136,12 +136,12 @@ def test_plans_that_take_more_than_predicted_are_made_again():
 
     def measure(plan: PersistentPlan) -> StepBytes:
         seen.append(plan.share)
-        return StepBytes({0.75: 110, 0.5: 101, 0.25: 92, 0.5 - 0.12: 82, 0.5 - 0.21: 79}[plan.share])
+        return StepBytes({0.75: 110, 0.5: 101, 0.25: 92, 0.5 - 0.12: 82, 0.5 - 0.14: 79, 0.5 - 0.21: 71}[plan.share])
 
     found = fastest_that_fits(plans, 80, tier, measure, again)
-    assert (found.share, found.bytes) == (0.5 - 0.21, 79)
-    assert asked == [12, 21]
-    assert seen == [0.75, 0.5, 0.25, 0.5 - 0.12, 0.5 - 0.21]
+    assert (found.share, found.bytes) == (0.5 - 0.14, 79)
+    assert asked == [12, 14]
+    assert seen == [0.75, 0.5, 0.25, 0.5 - 0.12, 0.5 - 0.14]
     assert fastest_that_fits(plans, 80, tier, lambda plan: StepBytes(200), lambda error: plans[:1]) == plans[0]
 
 
@@ -171,8 +171,8 @@ def test_what_a_step_leaves_of_the_budget_is_used():
 
     sizes = {0.5: StepBytes(70), 0.75: StepBytes(88), 0.875: StepBytes(101)}
     chosen = fastest_that_fits(plans, 100, tier, lambda plan: sizes[plan.share], again)
-    assert asked == [-20]
+    assert asked == [-20, -17, -14], "until nothing is faster"
     assert (chosen.share, chosen.bytes) == (0.75, 88)
     assert fastest_that_fits(plans, 100, tier, lambda plan: sizes[0.5], lambda error: plans).bytes == 70
     assert fastest_that_fits(plans, 72, tier, lambda plan: StepBytes(70), again).bytes == 70
-    assert asked == [-20], "97% is enough"
+    assert asked == [-20, -17, -14], "97% is enough"
