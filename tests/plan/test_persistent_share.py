@@ -125,8 +125,8 @@ def test_only_what_fits_as_compiled_is_taken():
 
 
 def test_plans_that_take_more_than_predicted_are_made_again():
-    """All steps that are compiled are over the budget, by 30 to 12 bytes: with 12 in mind it is still over by 2, with 14
-    it fits. With 21, the next of the first errors, it would leave 9."""
+    """All steps that are compiled are over the budget, by 30 to 12 bytes: with 12 in mind it is still over by 2, with
+    14 it fits. With 21, the next of the first errors, it would leave 9."""
     tier, asked, seen = HostTier(5, 1.0, 1.0), list[int](), list[float]()
     plans = [PersistentPlan(n / 4, "full", 10 * n, 40 - 10 * n, 80, 9.0 - n) for n in range(4)]
 
