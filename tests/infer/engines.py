@@ -23,6 +23,7 @@ from jaxllm.infer.speculate.layer_parallel_draft import LayerParallelProposer
 from jaxllm.infer.speculate.self_draft import SelfDraftProposer
 from jaxllm.infer.speculate.trained_draft import TrainedDraft
 from jaxllm.infer.speculate.tree_draft import TreeDraftProposer
+from jaxllm.infer.streaming.experts.active_slices import ActiveSlices
 from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
 from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
@@ -114,6 +115,16 @@ DEEP = {
 SHALLOW = {f"shallow {name}": replace(MODELS[name], layers=1) for name in ("llama", "mistral")}
 """With one layer, whose keys and values are of their own token alone."""
 
+RELU = {
+    f"relu {name}": replace(
+        MODELS[name],
+        pattern=tuple(replace(b, mlp=replace(b.mlp, activation="relu")) for b in MODELS[name].pattern),
+        prefix=tuple(replace(b, mlp=replace(b.mlp, activation="relu")) for b in MODELS[name].prefix),
+    )
+    for name in ("llama", "qwen3", "gemma3", "olmo2")
+}
+"""With ReLU, whose slices may be inactive."""
+
 _FULL = {"samplers": ("full",), "max_len": LONGEST, "top_logprobs": 3}
 ENGINES = {
     "roomy": EngineConfig(max_sequences=4, max_batched_tokens=16, pages=80, page_size=8, buckets=(16,), **_FULL),
@@ -160,7 +171,7 @@ ENGINES = {
 
 def model_of(name: str, dtype: str) -> DecoderConfig:
     return dataclasses.replace(
-        (MODELS | MIXTURES | WIDE | WRITERS | DEEP | SHALLOW)[name], dtype=dtype, param_dtype=dtype
+        (MODELS | MIXTURES | WIDE | WRITERS | DEEP | SHALLOW | RELU)[name], dtype=dtype, param_dtype=dtype
     )
 
 
@@ -178,11 +189,12 @@ def build(
     apart: bool = False,
     placement: WeightPlacement | None = None,
     slices: int = 0,
+    active: ActiveSlices | None = None,
     params: Any = None,
     **fields: Any,
 ) -> Engine:
     """An engine whose programs compile fast; with ``placement`` its weights are streamed, with ``slices`` its layers
-    are cut; ``params``: other weights.
+    are cut, of which a token takes those that ``active`` predicts; ``params``: other weights.
     """
     params = params_of(model, dtype) if params is None else params
     params = unstack_layers(params) if apart else params
@@ -191,7 +203,8 @@ def build(
         ends = {name: value for name, value in params.items() if name != "segments"}
         layers: LayerStore = LoadedLayers(params)
         if slices:
-            layers, served = SlicedLayers(layers, served.config, slices), sliced_model(served, slices)
+            layers = SlicedLayers(layers, served.config, slices, active)
+            served = sliced_model(served, slices, active=active is not None)
         params = StreamedWeights.of(served, ends, layers, placement, [model, slices])
         config = replace(config, layer_window=placement.window)
     with pytest.MonkeyPatch.context() as patch:

@@ -83,7 +83,7 @@ def test_all_three_products_are_of_rounded_factors(kind, rng):
         far = np.abs(got - want) > 2e-5 * np.linalg.norm(want) / math.sqrt(want.size)
         assert far.mean() < 0.05
         assert np.linalg.norm((got - want)[~far]) < 3e-6 * np.linalg.norm(want)
-        assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+        assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
     assert np.linalg.norm(wanted[0] - np.einsum("bsij,ijo->bso", x, w)) > 3e-3 * np.linalg.norm(wanted[0])
 
 

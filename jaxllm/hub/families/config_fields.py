@@ -9,8 +9,9 @@ from jaxllm.hub.errors import HubError
 from jaxllm.hub.families.field_reader import FieldReader
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 
-ACTIVATIONS: dict[str, Literal["silu", "gelu", "gelu_tanh"]] = {
+ACTIVATIONS: dict[str, Literal["silu", "relu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",
+    "relu": "relu",
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -55,7 +56,7 @@ def read_mlp(fields: FieldReader) -> MlpConfig:
     return MlpConfig(fields.need("intermediate_size", int), activation("hidden_act", act))
 
 
-def activation(field: str, name: str) -> Literal["silu", "gelu", "gelu_tanh"]:
+def activation(field: str, name: str) -> Literal["silu", "relu", "gelu", "gelu_tanh"]:
     """Our name of an activation."""
     if name not in ACTIVATIONS:
         raise HubError(f"config.json: {field} is {name!r}; known: {', '.join(sorted(ACTIVATIONS))}.")

@@ -28,7 +28,13 @@ from jaxllm.models import (
 from jaxllm.models.layers.rope_scaling import magnitude
 
 Fields = dict[str, Any]
-HIDDEN_ACT = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "quick_gelu"}
+HIDDEN_ACT = {
+    "silu": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "quick_gelu": "quick_gelu",
+}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHOWN = 6
 

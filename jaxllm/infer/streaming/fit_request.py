@@ -64,7 +64,7 @@ class FitRequest:
             name, _, value = part.partition("=")
             if name in ("rates", "length", "prompt") and value and name not in own:
                 own[name] = value
-            elif name in ("experts", "experts_host", "evict", "absent", "slices"):
+            elif name in ("experts", "experts_host", "evict", "absent", "slices", "active"):
                 raise ValueError(
                     f"{part!r}: fit places whole layers, with their experts; leave it out, or give a budget."
                 )

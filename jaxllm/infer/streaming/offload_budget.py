@@ -17,7 +17,8 @@ from jaxllm.infer.streaming.experts.expert_slots import Eviction
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
-USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,batches=N,kv_device=GiB,kv_host=GiB,kv_tokens=N,"
+USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,active=FILE,"
+USAGE += "batches=N,kv_device=GiB,kv_host=GiB,kv_tokens=N,"
 USAGE += f"streams={'|'.join(STREAM_TIERS)}"
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
@@ -39,6 +40,7 @@ class OffloadBudget:
         absent: who computes experts that are in no slot, see ``WeightPlacement``.
         slices: slices of each dense feed-forward layer, which are its experts then, see ``mlp_slices``; 0: layers are
             whole.
+        active: file of ``ActiveSlices``: a token takes the slices that are predicted to be active; None: all.
         batches: batches that compute by turns in each layer, see ``CachePlacement``.
         kv_device: bytes of the KV cache of all batches that stay on the device; None: all.
         kv_host: bytes of the rest in host memory, the others in files of ``disk``; None: all of the rest.
@@ -56,6 +58,7 @@ class OffloadBudget:
     evict: Eviction = "lru"
     absent: AbsentExperts = "load"
     slices: int = 0
+    active: Path | None = None
     batches: int = 1
     kv_device: int | None = None
     kv_host: int | None = None
@@ -90,7 +93,7 @@ class OffloadBudget:
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
             elif value in {"evict": ("lru", "score"), "absent": SCHEDULES, "streams": STREAM_TIERS}.get(name, ()):
                 found[name] = value
-            elif name == "disk" and value:
+            elif name in ("disk", "active") and value:
                 found[name] = Path(value)
             else:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
@@ -100,6 +103,8 @@ class OffloadBudget:
             raise ValueError(f"{text!r} says what becomes of absent experts; give experts=SLOTS too.")
         if "slices" in found and "experts" not in found:
             raise ValueError(f"{text!r} cuts layers into slices; give experts=SLOTS, how many are on the device, too.")
+        if "active" in found and "slices" not in found:
+            raise ValueError(f"{text!r} says which slices are active; give slices=N, those that the file is of, too.")
         if "experts_host" in found and "disk" not in found:
             raise ValueError(f"{text!r} limits the experts on the host; give disk=DIR for files of the others.")
         if "experts" in found and not found.keys().isdisjoint(("batches", "kv_device", "kv_tokens", "streams")):
@@ -125,6 +130,7 @@ class OffloadBudget:
             parts += [] if self.experts_host is None else [f"experts_host={self.experts_host}B"]
             parts += [f"experts={self.experts}", f"evict={self.evict}", f"absent={self.absent}"]
             parts += [f"slices={self.slices}"] if self.slices else []
+            parts += [] if self.active is None else [f"active={self.active}"]
         if self.cache is not None:
             parts.append(f"batches={self.batches}")
             parts += [] if self.kv_device is None else [f"kv_device={self.kv_device}B"]

@@ -15,6 +15,7 @@ from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.hub import HubError, find_model
 from jaxllm.infer.runner.paged_cache import layer_groups
+from jaxllm.infer.streaming.experts.active_slices import ActiveSlices
 from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
 from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
@@ -69,10 +70,12 @@ def open_streamed(
         if weights != "plain":
             raise HubError(f"slices are cut of plain weights, and weights = {weights!r} are packed; leave one out.")
         try:
-            model = sliced_model(loaded.model, cut)
+            active = None if budget.active is None else ActiveSlices.read(budget.active)
+            model = sliced_model(loaded.model, cut, active=active is not None)
+            layers = SlicedLayers(layers, loaded.model.config, cut, active)
         except ValueError as error:
             raise HubError(f"--offload: {error}") from None
-        layers, loaded = SlicedLayers(layers, loaded.model.config, cut), replace(loaded, model=model)
+        loaded = replace(loaded, model=model)
     units = units_of(loaded.model.config.segments)
     placed = WithoutExperts(layers) if slots else layers
     sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
@@ -93,6 +96,7 @@ def open_streamed(
         weights,
         str(loaded.step),
         *([f"{cut} slices"] if cut else []),
+        *([_changed(budget.active)] if cut and budget.active is not None else []),
     ]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))

@@ -23,6 +23,7 @@ from jaxllm.models.tpu_layout import materialized
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
@@ -44,7 +45,7 @@ class MlpConfig(FeedForwardLayer):
     """
 
     hidden: int = 768
-    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
+    activation: Literal["silu", "relu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
     gated: bool = True
     bias: bool = False
 

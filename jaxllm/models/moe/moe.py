@@ -56,7 +56,7 @@ class MoeConfig(FeedForwardLayer):
     top_k: int = 2
     hidden: int = 768
     scope: ClassVar[str] = "moe"
-    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
+    activation: Literal["silu", "relu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
     router: RouterConfig = field(default_factory=RouterConfig)
     shared: int = 0
     bias: bool = False

@@ -39,7 +39,7 @@ class RouterConfig:
 
     Attributes:
         scoring: score of an expert: softmax over all experts (arXiv:1701.06538), or its own sigmoid (DeepSeek-V3,
-            arXiv:2412.19437).
+            arXiv:2412.19437); or 1 where its logit is above 0 and 0 elsewhere ("step"), which no gradient reaches.
         normalize: combine weights are normalised to sum to one (Mixtral, arXiv:2401.04088), instead of being the
             scores (Switch, arXiv:2101.03961).
         scale: factor on the combine weights, after normalisation.
@@ -55,7 +55,7 @@ class RouterConfig:
             training updates it by load (auxiliary-loss-free load balancing, arXiv:2408.15664).
     """
 
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "step"] = "softmax"
     normalize: bool = True
     scale: float = 1.0
     groups: int = 1
@@ -122,6 +122,9 @@ def route(
         logits = jnp.where(available, logits, -jnp.inf)
     if config.scoring == "softmax":
         scores = shares = jax.nn.softmax(logits, axis=-1)
+    elif config.scoring == "step":
+        scores = (logits > 0).astype(logits.dtype)
+        shares = scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1)
     else:
         scores = jax.nn.sigmoid(logits)
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)

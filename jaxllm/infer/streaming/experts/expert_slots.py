@@ -140,10 +140,16 @@ class ExpertSlots:
         return slot
 
 
-def wanted_experts(experts: Int[np.ndarray, "T A"], tokens: int) -> list[int]:
-    """Experts that the first tokens of a flat batch were routed to, most of them first."""
+def wanted_experts(experts: Int[np.ndarray, "T A"], tokens: int, count: int) -> list[int]:
+    """Experts that the first tokens of a flat batch were routed to, most of them first.
+
+    Args:
+        experts: of each token; ``count`` where one has weight 0.
+        tokens: number of first tokens.
+        count: E, number of experts.
+    """
     found, many = np.unique(experts[:tokens], return_counts=True)
-    return [int(expert) for expert in found[np.argsort(-many, kind="stable")]]
+    return [int(expert) for expert in found[np.argsort(-many, kind="stable")] if expert < count]
 
 
 def empty_slots(expert: Any, slots: int, make: Callable[[tuple[int, ...], Any], Any]) -> Any:

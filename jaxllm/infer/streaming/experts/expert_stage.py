@@ -223,15 +223,18 @@ class ExpertStage:
         """The hidden states after a mixture layer: runs its experts, and loads those that the next one is to want."""
         key, made, h = (routed.unit, routed.block), routed.made, routed.h
         slots = self.slots[key]
-        numbers = np.asarray(routed.chosen)[0]
-        wanted = wanted_experts(numbers, routed.tokens)
+        count = len(slots.table)
+        # An expert of weight 0 adds nothing, so nobody wants it: slices that are not active.
+        numbers = np.where(np.asarray(routed.shares)[0] == 0, count, np.asarray(routed.chosen)[0])
+        wanted = wanted_experts(numbers, routed.tokens, count)
         if slots.eviction == "score":
             slots.see(np.asarray(routed.of_router)[0, : routed.tokens].mean(axis=0))
         self._finish_ahead(programs, key)
         self._count(key, wanted)
         on_host = self._on_host(programs, routed, wanted, numbers)
         total = None
-        for some, loads in slots.rounds([expert for expert in wanted if expert not in on_host]):
+        by_slots = [expert for expert in wanted if expert not in on_host]
+        for some, loads in slots.rounds(by_slots) if by_slots or on_host else [([], [])]:
             self._load(programs, key, loads)
             table = np.full_like(slots.table, slots.slots)
             table[some] = slots.table[some]
@@ -244,8 +247,14 @@ class ExpertStage:
         own = self.with_slots(*key, routed.weights)
         hidden = programs[f"{made}-join"](own, routed.x, h, total)
         if routed.guess is not None and routed.following is not None:
-            self._load_ahead(programs, routed.following, wanted_experts(np.asarray(routed.guess)[0], routed.tokens))
+            self._load_ahead(programs, routed.following, self._guessed(routed))
         return hidden
+
+    def _guessed(self, routed: RoutedLayer) -> list[int]:
+        """Experts that the following layer is guessed to want."""
+        assert routed.following is not None
+        guess = np.asarray(routed.guess)[0]
+        return wanted_experts(guess, routed.tokens, len(self.slots[routed.following].table))
 
     def _on_host(
         self, programs: Mapping[str, Any], routed: RoutedLayer, wanted: list[int], numbers: Int[np.ndarray, "T A"]
@@ -254,7 +263,7 @@ class ExpertStage:
         if self._host is None:
             return set()
         slots = self.slots[routed.unit, routed.block]
-        many = np.bincount(numbers[: routed.tokens].reshape(-1), minlength=len(slots.table))
+        many = np.bincount(numbers[: routed.tokens].reshape(-1), minlength=len(slots.table) + 1)
         rows = {expert: int(many[expert]) for expert in wanted}
         here = [expert for expert in wanted if slots.has(expert)]
         here += [expert for expert in wanted if not slots.has(expert)][: slots.free]

@@ -106,12 +106,13 @@ class MixtureParts:
 
     def predict(self, weights: Any, x: LayerStream) -> Int[Array, "B T A"]:
         """Experts that this layer's router would choose for the stream of the mixture before; or chooses, if it reads
-        that one's input.
+        that one's input. E stands for one of weight 0.
         """
         with sharding.use_rules(self.step.step.model.rules):
             block, plain = self._module(weights, jnp.int32(0)), plain_of(x)
             h = block.mlp_norm(plain) if block.norms != "post" else plain
-            return block.mlp.routing(h, x.gate if isinstance(x, GatedStream) else None).experts
+            routing = block.mlp.routing(h, x.gate if isinstance(x, GatedStream) else None)
+            return jnp.where(routing.weights == 0, routing.shares.shape[-1], routing.experts)
 
 
 def with_experts(weights: Any, experts: Any) -> Any:
