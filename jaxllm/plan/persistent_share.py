@@ -130,11 +130,10 @@ def fastest_that_fits(
         errors.sort()
         error = errors.pop(0)
         found = plans if not error or again is None else again(error)
+        new = [one for one in found if one.seconds < best.seconds and (one.share, one.remat) not in tried]
         # Where errors are too small one plan shows it, whose own error is the next.
-        many = 1 if error and best is plans[0] else COMPILED
-        for plan in sorted(found, key=lambda plan: plan.seconds)[:many]:
-            if plan.seconds >= best.seconds or (plan.share, plan.remat) in tried:
-                continue
+        many = min(1 if error and best is plans[0] else COMPILED, MOST_COMPILED - len(tried))
+        for plan in sorted(new, key=lambda plan: plan.seconds)[:many]:
             tried.add((plan.share, plan.remat))
             took = measure(plan)
             beyond = error + took.device - plan.bytes

@@ -229,14 +229,17 @@ def test_blocks_pay_where_reading_weights_is_the_limit(capsys, tmp_path):
     """Four batches share a read of all layers, though their KV cache has no room on the device."""
     model = ModelBytes((100,) * 10, 50, 1, stream=1)
     rates = TierRates("test", (1, 8), (0.1, 0.2), (0.05, 0.05), host=200.0, disk=50.0, disk_thread=50.0)
-    limits = TierLimits(device=400, host=4000, length=30)
+    limits = TierLimits(device=400, host=4000, length=30, page=10)
     (alone,) = fit(model, rates, limits, [4])
     (block,) = fit(model, rates, dataclasses.replace(limits, batches=4), [4])
     assert (alone.budget.batches, block.budget.batches) == (1, 4)
     assert alone.limit == block.limit == "copies from the host"
     assert block.cache["host"] > 0
     assert 2 < block.tokens_per_second / alone.tokens_per_second <= 4
-    assert predict(model, rates, block.budget, 4, 30) == block
+    assert predict(model, rates, block.budget, 4, 30, 10) == block
+    assert block.budget.kv_tokens == 4 * 30
+    wide = fit(model, rates, dataclasses.replace(limits, batches=4, page=16), [4])[0]
+    assert wide.budget.kv_tokens == 4 * 32, "whole pages for each sequence"
     rates.write(file := tmp_path / "rates.json")
     budget = solve_placement(FitRequest(400, 4000, None, file, length=30, batches=4), model, 4)
     said = capsys.readouterr().err

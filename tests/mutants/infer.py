@@ -266,7 +266,7 @@ MUTANTS = [
     Mutant(
         "whole_layers_exceed_the_host",
         "jaxllm/infer/streaming/placement_fit.py",
-        'ways += [way] if way.bytes["host"] <= host else []',
+        "ways += [way] if whole <= host else []",
         "ways += [way]",
         ("tests/infer/test_placement_fit.py::test_whole_layers_keep_to_the_hosts_limit",),
     ),

@@ -176,3 +176,19 @@ def test_what_a_step_leaves_of_the_budget_is_used():
     assert fastest_that_fits(plans, 100, tier, lambda plan: sizes[0.5], lambda error: plans).bytes == 70
     assert fastest_that_fits(plans, 72, tier, lambda plan: StepBytes(70), again).bytes == 70
     assert asked == [-20, -17, -14], "97% is enough"
+
+
+def test_a_plan_that_the_host_has_no_room_for_is_not_tried_again():
+    """The fastest fits the device and not the host, so no error in bytes excludes it: the next one is compiled."""
+    tier, seen = HostTier(5, 1.0, 1.0), list[float]()
+    plans = [PersistentPlan(n / 4, "full", 10 * n, 40 - 10 * n, 80, 9.0 - n) for n in range(4)]
+
+    def measure(plan: PersistentPlan) -> StepBytes:
+        seen.append(plan.share)
+        return {0.75: StepBytes(70, 99), 0.5: StepBytes(90), 0.25: StepBytes(95), 0.125: StepBytes(78)}[plan.share]
+
+    def again(error: int) -> list[PersistentPlan]:
+        return [*plans, PersistentPlan(0.125, "full", 5, 35, 80, 8.5)] if error else plans
+
+    assert fastest_that_fits(plans, 80, tier, measure, again).share == 0.125
+    assert seen == [0.75, 0.5, 0.25, 0.125]

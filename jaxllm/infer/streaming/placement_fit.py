@@ -147,8 +147,16 @@ class FittedPlacement:
 
 
 def cache_bytes(model: ModelBytes, limits: TierLimits, block: BatchBlock) -> int:
-    """Bytes of the KV cache of all batches."""
-    return block.batch * block.batches * limits.length * model.token
+    """Bytes of the KV cache of all batches; by tier it has whole pages for each sequence, and a page more."""
+    tokens = block.batch * limits.length
+    if block.by_tier:
+        tokens = paged_tokens(limits, block.batch) + limits.page
+    return block.batches * tokens * model.token
+
+
+def paged_tokens(limits: TierLimits, batch: int) -> int:
+    """Tokens that the pages of a batch hold."""
+    return batch * -(-limits.length // limits.page) * limits.page
 
 
 def terms(
@@ -359,7 +367,7 @@ def _budget(
         batches=block.batches,
         kv_device=int(here * held + 1e-6 * held),
         kv_host=None if limits.disk is None else int(there * held + 1e-6 * held),
-        kv_tokens=block.batch * limits.length,
+        kv_tokens=paged_tokens(limits, block.batch),
         streams=block.streams,
     )
 

@@ -72,6 +72,11 @@ class MoeConfig(FeedForwardLayer):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"mixture of experts: {name} = {value}; give a positive number, or None.")
+        if self.router.scoring == "step" and self.capacity is not None:
+            raise ValueError(
+                f"mixture of experts: capacity = {self.capacity} counts choices, of which scoring = 'step' leaves some "
+                "out with weight 0; give no capacity."
+            )
         self.router.check(self.experts, self.top_k)
 
     @property

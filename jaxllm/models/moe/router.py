@@ -70,6 +70,11 @@ class RouterConfig:
             raise ValueError(
                 f"router: top_groups = {self.top_groups} of groups = {self.groups}; legal: 1 to {self.groups}."
             )
+        if self.scoring == "step" and (self.normalize or self.balance_bias or self.groups > 1):
+            raise ValueError(
+                "router: scoring = 'step' takes an expert or not, with weight 1: give normalize = False, no "
+                "balance_bias and one group."
+            )
         if not self.scale > 0:
             raise ValueError(f"router: scale = {self.scale}; give a positive number.")
 

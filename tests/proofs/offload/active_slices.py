@@ -47,7 +47,10 @@ def masked(params: Any, active: ActiveSlices, slices: int) -> Any:
     for s, repeats in apart["segments"].items():
         each = []
         for repeat in repeats:
-            blocks = {b: x | {"mlp": cut(x["mlp"], slices, active.weights(first + int(b)))} for b, x in repeat.items()}
+            blocks = {
+                b: x | {"mlp": cut(x["mlp"], slices, active.weights(first + int(b), np.asarray(x["mlp"]["gate"])))}
+                for b, x in repeat.items()
+            }
             first += len(repeat)
             each.append(jax.tree.map(jnp.asarray, blocks))
         segments[s] = tuple(each)
@@ -138,7 +141,7 @@ def active_slices_of_a_trained_model(seed: int) -> dict[str, float]:
     lost = trained_mixture.held_out_loss(sliced, 64)(masked(params, active, SLICES)) - dense_loss
     shares = [
         (active_share(gate), (h @ active.layers[n][0] + active.layers[n][1] > 0).mean())
-        for n, h, gate in activity(model, ends, layers, rows[:16])
+        for n, h, gate, _ in activity(model, ends, layers, rows[:16])
     ]
     placement = WeightPlacement(1, 99, expert_slots=SLOTS, prefetch=False)
     weights = StreamedWeights.of(sliced, ends, SlicedLayers(layers, DENSE, SLICES, active), placement)

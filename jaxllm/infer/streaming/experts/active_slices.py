@@ -13,7 +13,7 @@ Legend: D embed, N slices, n tokens, F hidden units.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from jaxllm.models import DecoderConfig, Functional, Segments
 HOW = "Write one with `python -m recipes.active_slices MODEL --slices N --out FILE`."
 NEVER = 1e4
 """Threshold of a slice that was never active."""
+SIGNED, NEAR = 16, 0.05
+"""Units whose weights are in a signature, and the difference, as a share, that dtypes may make in it."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,29 @@ class ActiveSlices:
 
     Attributes:
         layers: router [D N] and bias [N] of each dense layer, by its number in the model.
+        signatures: ``signature`` of the weights of each of them that the predictors were learned with; empty: of any.
     """
 
     layers: dict[int, tuple[Float[np.ndarray, "D N"], Float[np.ndarray, " N"]]]
+    signatures: dict[int, Float[np.ndarray, " S"]] = field(default_factory=dict)
 
-    def weights(self, layer: int) -> dict[str, np.ndarray]:
-        """Weights of a layer's router, by name."""
+    def weights(self, layer: int, gate: Float[np.ndarray, "D F"]) -> dict[str, np.ndarray]:
+        """Weights of a layer's router, by name.
+
+        Args:
+            layer: its number.
+            gate: its gate projection.
+
+        Raises:
+            ValueError: they were learned with other weights.
+        """
         router, bias = self.layers[layer]
+        if (known := self.signatures.get(layer)) is not None:
+            own = signature(gate)
+            if np.linalg.norm(own - known) > NEAR * np.linalg.norm(known):
+                raise ValueError(
+                    f"active slices of layer {layer} were learned with other weights than the model's. {HOW}"
+                )
         return {"router": router, "router_bias": bias}
 
     def check(self, dense: Sequence[int], config: DecoderConfig, slices: int) -> None:
@@ -63,7 +81,7 @@ class ActiveSlices:
                 f"active slices are of layers {sorted(self.layers)}, and the model's are {list(dense)}. {HOW}"
             )
         for layer, (router, _) in self.layers.items():
-            if router.shape != (config.embed_dim, slices):
+            if router.shape != (config.embed_dim, slices) or self.layers[layer][1].shape != (slices,):
                 raise ValueError(
                     f"active slices of layer {layer}: {router.shape[1]} slices of inputs of {router.shape[0]}; the "
                     f"model has inputs of {config.embed_dim}, and slices = {slices}: give slices={router.shape[1]}, or "
@@ -75,6 +93,8 @@ class ActiveSlices:
         arrays = {}
         for layer, (router, bias) in self.layers.items():
             arrays |= {f"layers.{layer}.router": np.float32(router), f"layers.{layer}.router_bias": np.float32(bias)}
+            if layer in self.signatures:
+                arrays[f"layers.{layer}.signature"] = np.float32(self.signatures[layer])
         write_file(path, arrays)
 
     @classmethod
@@ -88,11 +108,12 @@ class ActiveSlices:
             found = {name: np.asarray(array) for name, array in open_file(path).items()}
             numbers = sorted({int(name.split(".")[1]) for name in found})
             layers = {n: (found[f"layers.{n}.router"], found[f"layers.{n}.router_bias"]) for n in numbers}
+            signed = {n: found[name] for n in numbers if (name := f"layers.{n}.signature") in found}
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise ValueError(f"active={path}: no predictors of active slices can be read: {error}. {HOW}") from error
         if not layers:
             raise ValueError(f"active={path} has no layers. {HOW}")
-        return cls(layers)
+        return cls(layers, signed)
 
 
 def learn(
@@ -121,22 +142,29 @@ def learn(
     """
     if not 0 < recall <= 1:
         raise ValueError(f"recall = {recall}; give a share above 0, up to 1.")
-    found = {}
-    for layer, h, gate in activity(model, ends, layers, tokens):
+    found, signed = {}, {}
+    for layer, h, gate, weight in activity(model, ends, layers, tokens):
         active = np.asarray((gate > 0).reshape(len(gate), slices, -1).any(axis=-1))
         router, bias = found[layer] = fit_predictor(h, active, recall)
+        signed[layer] = signature(weight)
         taken = h @ router + bias > 0
         tell(
             f"layer {layer}: {active.mean():.1%} of the slices are active for a token, {taken.mean():.1%} are taken, "
             f"with {taken[active].mean():.1%} of the active ones"
         )
-    return ActiveSlices(found)
+    return ActiveSlices(found, signed)
+
+
+def signature(gate: Float[np.ndarray, "D F"]) -> Float[np.ndarray, " S"]:
+    """A few projections of a layer's gate weights on a fixed direction, which tell weights apart in any dtype."""
+    direction = np.random.default_rng(0).normal(size=len(gate))
+    return (direction @ np.asarray(gate[:, :SIGNED], np.float64)).astype(np.float32)
 
 
 def activity(
     model: Functional, ends: Any, layers: LayerStore, tokens: Int[np.ndarray, "B S"]
-) -> Iterator[tuple[int, Float[np.ndarray, "n D"], Float[np.ndarray, "n F"]]]:
-    """Number, inputs and gate projections of each dense layer, for all tokens.
+) -> Iterator[tuple[int, Float[np.ndarray, "n D"], Float[np.ndarray, "n F"], Float[np.ndarray, "D F"]]]:
+    """Number, inputs, results of the gate projection for all tokens, and its weights, of each dense layer.
 
     Raises:
         ValueError: a dense layer has another activation than ReLU.
@@ -170,7 +198,8 @@ def activity(
             x, h = steps[unit.segment, int(b)](weights[b], x, jnp.int32(number))
             if model.config.blocks[number].mlp.mixture is None:
                 rows = np.asarray(h, np.float32).reshape(-1, h.shape[-1])
-                yield number, rows, rows @ np.asarray(weights[b]["mlp"]["gate"], np.float32)
+                gate = np.asarray(weights[b]["mlp"]["gate"], np.float32)
+                yield number, rows, rows @ gate, gate
 
 
 def fit_predictor(
@@ -194,6 +223,6 @@ def fit_predictor(
     for slice_ in range(active.shape[1]):
         own = np.sort(scores[active[:, slice_], slice_])
         if len(own):
-            lowest = own[int((1 - recall) * len(own))]
+            lowest = own[min(int((1 - recall) * len(own)), len(own) - 1)]
             bias[slice_] = -(lowest - 1e-4 * (1 + abs(lowest)))
     return router.astype(np.float32), bias.astype(np.float32)

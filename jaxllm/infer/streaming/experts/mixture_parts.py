@@ -79,11 +79,12 @@ class MixtureParts:
 
         Args:
             experts: matrices of the experts in slots.
-            table: slot of each expert that computes now; N for the others.
+            table: slot of each expert that computes now; N for the others. Rows of weight 0 are not computed.
             total: the sum so far; None: nothing.
         """
         with sharding.use_rules(self.step.step.model.rules):
-            out, _ = self._experts(experts)(h, table[chosen], shares, partial=True)
+            none = jax.tree.leaves(experts)[0].shape[0]
+            out, _ = self._experts(experts)(h, jnp.where(shares == 0, none, table[chosen]), shares, partial=True)
         return out if total is None else total + out
 
     def expert(self, expert: Any, rows: Float[Array, "n D"], weights: Float[Array, " n"]) -> Float[Array, "n D"]:

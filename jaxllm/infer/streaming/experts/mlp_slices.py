@@ -108,7 +108,9 @@ class SlicedLayers:
         blocks = dict(self.store.read(unit, jax.devices("cpu")[0]))
         for b, block in blocks.items():
             if self._dense[unit.segment][int(b)]:
-                router = {} if self._active is None else self._active.weights(unit.first + int(b))
+                router = {}
+                if self._active is not None and not any(map(is_packed, block["mlp"].values())):
+                    router = self._active.weights(unit.first + int(b), np.asarray(block["mlp"]["gate"]))
                 blocks[b] = block | {"mlp": cut(block["mlp"], self._slices, router)}
         return jax.device_put(blocks, device)
 
@@ -119,7 +121,7 @@ def cut(layer: dict[str, Any], slices: int, router: Mapping[str, np.ndarray] | N
     Args:
         layer: "gate" and "up" [D F], "down" [F D].
         slices: N.
-        router: weights of the router; None or empty: those of the one that chooses all.
+        router: weights of the router, which stay as exact as thresholds want; None or empty: the one that chooses all.
 
     Returns:
         "experts" with "gate" and "up" [N D F/N] and "down" [N F/N D], and "router" [D N].
@@ -135,5 +137,6 @@ def cut(layer: dict[str, Any], slices: int, router: Mapping[str, np.ndarray] | N
         for name, x in (("gate", gate), ("up", up))
     }
     own = router or {"router": np.zeros((len(gate), slices))}
-    routing = {name: np.asarray(x, gate.dtype) for name, x in own.items()}
+    exact = np.float64 if gate.dtype == np.float64 else np.float32 if router else gate.dtype
+    routing = {name: np.asarray(x, exact) for name, x in own.items()}
     return {"experts": inwards | {"down": down.reshape(slices, -1, down.shape[-1])}, **routing}
