@@ -121,8 +121,6 @@ def test_what_is_not_active_is_not_loaded(rng, float64, tmp_path):
     assert isinstance(engine.runner, StreamedRunner)
     stage = engine.runner.experts
     assert stage is not None
-    # With all slices each step would load at least those that have no slot.
-    assert stage.counts.loads < hidden // 2 * len(active.layers) * engine.metrics.steps
     assert stage.counts.wanted < hidden * len(active.layers) * engine.metrics.steps
     assert stage.files[0].counts.reads == stage.counts.loads
     engine.runner.close()
