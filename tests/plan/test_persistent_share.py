@@ -20,6 +20,7 @@ from sharding import MeshSpec
 from tests import tiny
 from tests.plan.test_host_tier import HOST
 from tests.plan.test_recompute import KEPT
+from tests.proofs.policies.budget import used
 
 LAYERS = 4
 DEVICE = {"offload:0": -20, "offload": -20} | KEPT
@@ -192,3 +193,10 @@ def test_a_plan_that_the_host_has_no_room_for_is_not_tried_again():
 
     assert fastest_that_fits(plans, 80, tier, measure, again).share == 0.125
     assert seen == [0.75, 0.5, 0.25, 0.125]
+
+
+def test_what_a_loop_takes_is_not_free_memory():
+    """A tenth is left: as much as the least that faster plans took beyond their parts, or none of them took more."""
+    assert used(90, 100, [12, 10, 30]) == 1.0
+    assert used(90, 100, [4, 10]) == 0.94
+    assert used(90, 100, [-3, 10]) == used(90, 100, []) == 0.9
