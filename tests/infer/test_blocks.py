@@ -279,8 +279,10 @@ def test_budgets_and_what_does_not_go_together(tmp_path):
     with pytest.raises(ValueError, match="give a directory"):
         CachePlacement(host_bytes=1)
     placement = WeightPlacement(2, cache=CachePlacement(2))
+    invariant = {"preemption": "swap", "batch_invariant": True, "samplers": ("full",), "decode_steps": 1}
     for fields, said in (
         ({"preemption": "swap"}, "give 'recompute'"),
+        (invariant, "batch_invariant, which needs"),
         ({"kv_dtype": "kivi4"}, "encodes whole pages"),
         ({"retention": "window+sinks"}, "retention"),
         ({"kv_host_gib": 1.0}, "kv_host_gib"),

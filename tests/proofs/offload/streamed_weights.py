@@ -168,19 +168,26 @@ CASES = list(itertools.product(("llama", "gemma3", "mixtral"), FORMATS))
 @proof("offload", cases=CASES, sample=1, float64=True, bound={"logprobs": 1e-12})
 def quantised_caches_too(case: tuple[str, str]) -> dict[str, float]:
     """With KV cache formats that lose bits: tokens and log-probabilities of an engine with resident weights."""
-    model, kv_dtype = case
+    return {"logprobs": beside_resident(*case, WeightPlacement(2))}
+
+
+def beside_resident(model: str, kv_dtype: str, placement: WeightPlacement) -> float:
+    """Serves the same traffic with resident and with placed weights; the tokens are equal.
+
+    Returns:
+        The largest difference of a log-probability.
+    """
     config = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype=kv_dtype, prefix_cache=False, decode_steps=1)
     requests = [one | {"cancel": None} for one in engines.traffic(np.random.default_rng(7), config, 5)]
     made = [
-        engines.serve(engines.build(config, model, "float64", placement=placement), requests)
-        for placement in (None, WeightPlacement(2))
+        engines.serve(engines.build(config, model, "float64", placement=one), requests) for one in (None, placement)
     ]
     worst = 0.0
     for one, other in zip(*made, strict=True):
         for a, b in zip(one.sequences, other.sequences, strict=True):
             assert a.tokens == b.tokens
             worst = max(worst, float(np.abs(np.subtract(a.logprobs, b.logprobs)).max(initial=0)))
-    return {"logprobs": worst}
+    return worst
 
 
 RATES = TierRates("drawn", (1, 4), (0.02, 0.03), (0.01, 0.01), host=1e9, disk=5e8, disk_thread=4e8)

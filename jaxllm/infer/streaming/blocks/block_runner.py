@@ -99,6 +99,10 @@ class BlockRunner(StreamedRunner):
         """Layers of a unit of a segment."""
         return len(self.model.config.segments[segment][0])
 
+    def _templates(self) -> dict[int, Pools]:
+        """That of each segment."""
+        return {segment: self._template(segment) for segment in {unit.segment for unit in self.units}}
+
     def _template(self, segment: int) -> Pools:
         """Shapes of the pools of a part in a unit of a segment, on the device."""
         first = next(unit for unit in self.units if unit.segment == segment).first
@@ -113,7 +117,7 @@ class BlockRunner(StreamedRunner):
     def _parts_by_tier(self) -> dict[str, list[Part]]:
         """Parts that stay on the device, in host memory, and in files, in the order in which they compute."""
         if self.spec.pages not in self._tiers:
-            sizes = {s: _bytes_of(self._template(s)) for s in {unit.segment for unit in self.units}}
+            sizes = {segment: _bytes_of(pools) for segment, pools in self._templates().items()}
             parts = [Part(n, batch) for n in range(len(self.units)) for batch in range(self._batches)]
             each = {part: sizes[self.units[part.unit].segment] for part in parts}
             here, others = _within(parts, each, self.cache.device_bytes)
@@ -123,7 +127,7 @@ class BlockRunner(StreamedRunner):
 
     def bytes_by_tier(self) -> dict[str, int]:
         """Bytes of the KV cache of all batches by tier."""
-        sizes = {s: _bytes_of(self._template(s)) for s in {unit.segment for unit in self.units}}
+        sizes = {segment: _bytes_of(pools) for segment, pools in self._templates().items()}
         return {
             tier: sum(sizes[self.units[part.unit].segment] for part in parts)
             for tier, parts in self._parts_by_tier().items()
@@ -152,7 +156,7 @@ class BlockRunner(StreamedRunner):
                 )
 
     def _make_pools(self) -> None:
-        templates = {segment: self._template(segment) for segment in {unit.segment for unit in self.units}}
+        templates = self._templates()
         of = lambda part: templates[self.units[part.unit].segment]  # noqa: E731
         empty = lambda part: jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), of(part))  # noqa: E731
         tiers = self._parts_by_tier()
@@ -321,6 +325,7 @@ def check_blocks(config: EngineConfig, placement: WeightPlacement, proposer: Any
     """
     kind = (config.speculate or "ngram").partition(":")[0]
     wrong = {
+        "batch_invariant, which needs preemption = 'swap',": config.batch_invariant,
         f"preemption = {config.preemption!r} (give 'recompute')": config.preemption == "swap",
         f"kv_host_gib = {config.kv_host_gib}": config.kv_host_gib > 0,
         f"retention = {config.retention!r}": config.retention is not None,
