@@ -18,7 +18,7 @@ import pytest
 
 from tests import environment
 
-OF_SHARES = 0.15
+OF_SHARES = 0.12
 """Part of each marked share that runs: `make test` has 15 minutes on two cores, however many tests there are."""
 
 

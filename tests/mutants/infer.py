@@ -9,6 +9,8 @@ SPECULATION = "tests/infer/test_speculation.py"
 VERIFICATION = "tests/infer/test_verification.py"
 DEADLINE = f"{POLICIES}::test_deadlines_come_before_arrival"
 POOLS = "tests/infer/test_pools.py"
+BLOCKS = "tests/infer/test_blocks.py"
+ACTIVE = "tests/infer/test_active_slices.py"
 
 MUTANTS = [
     Mutant(
@@ -297,5 +299,40 @@ MUTANTS = [
         "        once = x[:, :, ::here, None]\n",
         "        once = x[:, :, :heads, None]\n",
         (f"{POOLS}::test_several_engines_of_a_pool_serve",),
+    ),
+    Mutant(
+        "copied_pages_are_not_written_back",
+        "jaxllm/infer/streaming/blocks/unit_pools.py",
+        '        pages = x["copies"][group, : int(x["copied"][group]), 1].tolist()\n',
+        "        pages = list[int]()\n",
+        (f"{BLOCKS}::test_written_pages_are_those_of_the_tokens_and_of_copies",),
+    ),
+    Mutant(
+        "pages_in_files_are_at_the_place_of_others",
+        "jaxllm/infer/streaming/blocks/pool_store.py",
+        "(layer * leaf.shape[1] + page)",
+        "(layer * leaf.shape[1] + at)",
+        (f"{BLOCKS}::test_files_have_their_size_from_the_start",),
+    ),
+    Mutant(
+        "idle_batches_are_read",
+        "jaxllm/infer/streaming/blocks/block_runner.py",
+        '[batch for batch, view in enumerate(views) if int(view["starts"][-1])]',
+        "list(range(len(views)))",
+        (f"{BLOCKS}::test_weights_are_read_once_for_all_batches_and_idle_batches_read_nothing",),
+    ),
+    Mutant(
+        "thresholds_of_active_slices_take_the_surest_alone",
+        "jaxllm/infer/streaming/experts/active_slices.py",
+        "own[min(int((1 - recall) * len(own)), len(own) - 1)]",
+        "own[-1]",
+        (f"{ACTIVE}::test_a_predictor_takes_so_many_of_the_active_ones",),
+    ),
+    Mutant(
+        "active_slices_are_of_any_weights",
+        "jaxllm/infer/streaming/experts/active_slices.py",
+        "if np.linalg.norm(own - known) > NEAR * np.linalg.norm(known):",
+        "if not np.isfinite(own - known).all():",
+        (ACTIVE,),
     ),
 ]

@@ -55,4 +55,11 @@ MUTANTS = [
             "tests/sharding/test_ops.py::test_gathered_weights_scatter_their_gradient",
         ),
     ),
+    Mutant(
+        "a_star_sum_is_of_the_last_device",
+        "sharding/star_sum.py",
+        "        total = total + jax.lax.ppermute(x, axis, [(other, 0)])\n",
+        "        total = jax.lax.ppermute(x, axis, [(other, 0)])\n",
+        ("tests/sharding/test_star_sum.py::test_it_is_the_sum_on_every_device",),
+    ),
 ]
