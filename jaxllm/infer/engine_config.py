@@ -277,7 +277,6 @@ class EngineConfig:
         if self.layer_window < 0:
             raise ConfigError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
         wrong = {
-            f"adapter_slots = {self.adapter_slots}": self.adapter_slots > 0,
             f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
             "draft_features (a draft head)": self.draft_features,
         }

@@ -311,6 +311,8 @@ def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> A
 
 def _hash_of(loaded: LoadedModel) -> str:
     """Hash of a model's parameters; "" where they are in another form than training has them in."""
+    if isinstance(loaded.params, StreamedWeights):
+        return ""
     leaves = jax.tree.leaves(loaded.params)
     whole = all(isinstance(leaf.sharding, jax.NamedSharding) for leaf in leaves)
     return (

@@ -21,7 +21,7 @@ from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
-from tests.infer import engines
+from tests.infer import adapters, engines
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
 
@@ -279,9 +279,27 @@ def test_a_step_broken_off_by_anything_else_ends_the_engine(tmp_path, monkeypatc
         engine.step()
 
 
+@pytest.mark.drawn(2)
+def test_requests_have_adapters_of_their_own(float64):
+    """Two adapters by turns in one slot, and the base: each request gets what its merged model says."""
+    config = dataclasses.replace(engines.ENGINES["roomy"], adapter_slots=1)
+    engine = engines.build(config, "llama", "float64", placement=WeightPlacement(1, 1))
+    for n in range(2):
+        engine.adapters.add(f"a{n}", adapters.drawn("llama", n, 4))
+    asked: list[Any] = ["a0", None, "a1", "a0"]
+    made = engines.serve(engine, [{"prompt": [5, 6, 7, 8], "params": GREEDY, "adapter": name} for name in asked])
+    assert engine.adapter_slots is not None
+    assert engine.adapter_slots.evictions > 0
+    for name, request in zip(asked, made, strict=True):
+        params = None if name is None else adapters.merged("llama", "float64", int(name[1:]), 4)
+        assert engines.error("llama", "float64", [request], params) < 1e-10
+    assert len({tuple(one.sequences[0].tokens) for one in made}) == 3
+    runner_of(engine).close()
+
+
 def test_what_does_not_go_together_is_refused(tmp_path):
     config = EngineConfig(layer_window=2)
-    for fields, said in (({"adapter_slots": 2}, "adapter_slots"), ({"kv_disk": "x"}, "kv_disk")):
+    for fields, said in (({"draft_features": True}, "draft_features"), ({"kv_disk": "x"}, "kv_disk")):
         with pytest.raises(ValueError, match=said):
             dataclasses.replace(config, **fields)
     with pytest.raises(ValueError, match="layer_window"):

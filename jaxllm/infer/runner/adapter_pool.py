@@ -26,6 +26,8 @@ from jaxllm.models.functional import LinearShape
 from jaxllm.peft.adapter import Adapter, AdapterError, check_adapter
 from sharding import LogicalAxes
 
+FACTORS = "adapter_factors"
+"""Name of the arrays of the pool beside parameters outside of blocks, where layers are streamed."""
 Page = tuple[np.ndarray, ...]
 """A page's ranks of every array of the pool."""
 
@@ -53,7 +55,7 @@ class AdapterPool:
 
     Args:
         model: model that is served.
-        params: its weights, layers stacked or apart.
+        params: its weights, layers stacked or apart; without layers where these are streamed.
         config: configuration of the engine, with ``adapter_slots``.
 
     Attributes:
@@ -69,7 +71,8 @@ class AdapterPool:
         self._model, self._dtype = model, jnp.dtype(model.config.dtype)
         self._linears = model.linears()
         # Layers of each path: a stack, or one after the other.
-        self._apart = {path: isinstance(params["segments"][path.split("/")[1]], tuple) for path in self._linears}
+        segments = params.get("segments", {})
+        self._apart = {path: isinstance(segments.get(path.split("/")[1]), tuple) for path in self._linears}
 
     def arrays(self, place: Callable[..., Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Abstract arrays of the pool; ``place`` gives the sharding of logical axes."""
@@ -86,7 +89,9 @@ class AdapterPool:
         return tuple(found)
 
     def weights(self, params: Any, arrays: tuple[Any, ...]) -> Any:
-        """Parameters with the pool's arrays beside the weights that they adapt."""
+        """Parameters with the pool's arrays beside the weights that they adapt; beside all of them without layers."""
+        if "segments" not in params:
+            return params | {FACTORS: arrays}
         rest = iter(arrays)
         out = params | {"segments": {s: _copied(segment) for s, segment in params["segments"].items()}}
         for path in self._linears:

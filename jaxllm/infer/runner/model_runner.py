@@ -329,7 +329,7 @@ class ModelRunner:
         """Writes a page of an adapter into the pool of adapters."""
         with self._on_mesh():
             placed = tuple(put(x, there) for x, there in zip(content, self._page_shardings, strict=True))
-            number = put(np.full(self.spec.replicas, page, np.int32), self._per_replica)
+            number = put(np.full(self._computed_at_once, page, np.int32), self._per_replica)
             self._factors = self.programs["adapter"](self._factors, number, placed)
         self._combine()
 

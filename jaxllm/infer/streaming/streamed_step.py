@@ -20,6 +20,7 @@ from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
 from jaxllm.infer.runner.step.engine_step import EngineStep, StepBatch
+from jaxllm.infer.streaming.streamed_adapters import with_factors
 from jaxllm.models.layers.residual_stream import GatedStream, LayerStream, plain_of
 from pallas_kernels.paged_attention.tree_mask import TreeMask
 
@@ -83,6 +84,7 @@ class StreamedStep:
         with sharding.use_rules(model.rules):
             inputs = step_batch(batch)
             ctx = self.step.context(pools, inputs, params.get(RETAINING_HEADS))
+            weights = with_factors(model, params, weights, inputs.adapters, first, segment, block)
             if block is None:
                 hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
             else:

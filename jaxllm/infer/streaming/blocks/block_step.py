@@ -16,6 +16,7 @@ import sharding
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.step.engine_step import EngineStep
 from jaxllm.infer.streaming.blocks.unit_pools import UnitCache
+from jaxllm.infer.streaming.streamed_adapters import with_factors
 from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.models.layers.residual_stream import LayerStream
 
@@ -75,6 +76,7 @@ class BlockStep:
             pools, _ = step.prepare_pages(pools, packed)
             inputs = step_batch(batch)
             ctx: Any = UnitCache.of(step.context(pools, inputs), self.rows)
+            weights = with_factors(model, params, weights, inputs.adapters, first, segment)
             hidden, ctx = model.group(segment, weights, hidden, inputs.positions, first, ctx)
         if written is None:
             return ctx.pools, hidden

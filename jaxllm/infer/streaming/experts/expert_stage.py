@@ -44,6 +44,7 @@ class RoutedLayer:
         unit, block: the layer.
         made: what the names of its programs begin with.
         weights: of the block, without experts.
+        around: parameters outside of blocks, fields of the step's batch, and the layer's number.
         x, h: the residual stream, and the layer's input.
         chosen, shares: experts of each token, and their weights.
         of_router: the router's shares of all experts.
@@ -56,6 +57,7 @@ class RoutedLayer:
     block: str
     made: str
     weights: Any
+    around: tuple[Any, Any, Any]
     x: LayerStream
     h: Array
     chosen: Array
@@ -162,7 +164,8 @@ class ExpertStage:
         table = self._abstract(self.slots[unit, block].table.shape, np.int32)
         first = {"experts": slots, "h": h, "chosen": chosen, "shares": shares, "table": table}
         made = f"{name}-layers-{segment}-{block}"
-        joined = {"weights": weights, "x": x, "h": h, "total": h}
+        joined = {name: routed[name] for name in ("params", "weights", "batch", "layer")}
+        joined |= {"x": x, "h": h, "total": h}
         programs = [
             EngineProgram(f"{made}-route", parts.route, routed, ("pools",), key),
             EngineProgram(f"{made}-first", functools.partial(parts.experts, total=None), first, (), key),
@@ -216,7 +219,8 @@ class ExpertStage:
                 (to, b),
             )
             guess.copy_to_host_async()
-        routed = RoutedLayer(unit, block, made, weights, x, h, chosen, shares, of_router, guess, after, tokens)
+        around = params, batch, layer
+        routed = RoutedLayer(unit, block, made, weights, around, x, h, chosen, shares, of_router, guess, after, tokens)
         return pools, routed
 
     def compute(self, programs: Mapping[str, Any], routed: RoutedLayer) -> LayerStream:
@@ -245,7 +249,8 @@ class ExpertStage:
             other = self._by_host(programs, routed, on_host, numbers)
             total = other if total is None else programs[f"{made}-add"](total, other)
         own = self.with_slots(*key, routed.weights)
-        hidden = programs[f"{made}-join"](own, routed.x, h, total)
+        params, batch, layer = routed.around
+        hidden = programs[f"{made}-join"](params, own, batch, layer, routed.x, h, total)
         if routed.guess is not None and routed.following is not None:
             self._load_ahead(programs, routed.following, self._guessed(routed))
         return hidden

@@ -16,6 +16,7 @@ import sharding
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.paged_cache import PagedCache
 from jaxllm.infer.runner.retention.eviction import RETAINING_HEADS
+from jaxllm.infer.streaming.streamed_adapters import with_factors
 from jaxllm.infer.streaming.streamed_step import StreamedStep, step_batch
 from jaxllm.models.layers.residual_stream import GatedStream, LayerStream, plain_of
 
@@ -40,6 +41,10 @@ class MixtureParts:
     def _module(self, weights: Any, layer: Any) -> Any:
         return self.step.step.model.block(self.segment, self.block, weights, layer, gated=True)
 
+    def _adapted(self, params: Any, weights: Any, batch: tuple[Any, ...], layer: Any) -> Any:
+        adapters, block = step_batch(batch).adapters, str(self.block)
+        return with_factors(self.step.step.model, params, weights, adapters, layer, self.segment, block)
+
     def route(
         self,
         params: Any,
@@ -58,7 +63,7 @@ class MixtureParts:
         with sharding.use_rules(self.step.step.model.rules):
             inputs = step_batch(batch)
             ctx = self.step.step.context(pools, inputs, params.get(RETAINING_HEADS))
-            block = self._module(weights, layer)
+            block = self._module(self._adapted(params, weights, batch, layer), layer)
             plain, h, ctx = block.attend(plain_of(hidden), inputs.positions, layer, ctx)
             assert isinstance(ctx, PagedCache)
             is_gated = isinstance(hidden, GatedStream)
@@ -98,10 +103,19 @@ class MixtureParts:
         rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.rest)
         return self._module(with_experts(rest, experts), jnp.int32(0)).mlp.experts
 
-    def join(self, weights: Any, x: LayerStream, h: Float[Array, "B T D"], total: Float[Array, "B T D"]) -> LayerStream:
+    def join(
+        self,
+        params: Any,
+        weights: Any,
+        batch: tuple[Any, ...],
+        layer: Int[Array, ""],
+        x: LayerStream,
+        h: Float[Array, "B T D"],
+        total: Float[Array, "B T D"],
+    ) -> LayerStream:
         """The residual stream after the layer."""
         with sharding.use_rules(self.step.step.model.rules):
-            block = self._module(weights, jnp.int32(0))
+            block = self._module(self._adapted(params, weights, batch, layer), layer)
             plain = block.add(plain_of(x), block.mlp.with_shared(h, total))
         return x._replace(plain=plain) if isinstance(x, GatedStream) else plain
 
