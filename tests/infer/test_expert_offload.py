@@ -18,6 +18,7 @@ from jaxllm.infer.streaming.fit_request import FitRequest
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.quant.packing import pack_params
 from tests.infer import engines
 
 COSTS = ExpertCosts(load=3.0, device=1.0, rows=(1, 4, 16), host=(1.0, 2.0, 8.0))
@@ -167,3 +168,19 @@ def test_experts_elsewhere_are_refused_by_name():
     placement = WeightPlacement(1, expert_slots=2, absent="by_cost")
     with pytest.raises(ValueError, match="batch_invariant does not go with absent"):
         engines.build(engines.ENGINES["invariant"], "mixtral", placement=placement)
+
+
+@pytest.mark.drawn(2)
+def test_packed_experts_are_written_by_programs_that_a_folder_keeps(tmp_path):
+    """Names of programs are names of files, which have 255 bytes at most."""
+    params = pack_params(
+        engines.functional(engines.model_of("mixtral", "float32")), engines.params_of("mixtral", "float32"), "int8"
+    )
+    engine = engines.build(
+        engines.ENGINES["roomy"], "mixtral", params=params, placement=WeightPlacement(1, expert_slots=2),
+        manifest=tmp_path / "programs",
+    )  # fmt: skip
+    (request,) = engines.serve(engine, [{"prompt": [5, 6, 7], "params": SamplingParams(max_tokens=4)}])
+    assert len(request.sequences[0].tokens) == 7
+    assert max(map(len, engine.runner.programs)) < 100
+    engine.runner.close()

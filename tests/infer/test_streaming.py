@@ -16,11 +16,13 @@ import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.runner.runner_protocol import StepFailedError
+from jaxllm.infer.streaming.abstract_streamed import AbstractStreamedRunner
 from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
+from sharding import MeshSpec
 from tests.infer import adapters, engines
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
@@ -294,6 +296,28 @@ def test_requests_have_adapters_of_their_own(float64):
         params = None if name is None else adapters.merged("llama", "float64", int(name[1:]), 4)
         assert engines.error("llama", "float64", [request], params) < 1e-10
     assert len({tuple(one.sequences[0].tokens) for one in made}) == 3
+    runner_of(engine).close()
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_abstract_programs_are_those_of_an_engine(model):
+    """Without arrays: the same names, and arguments of the same shapes."""
+    config = engines.ENGINES["roomy"]
+    engine = engines.build(config, model, placement=WeightPlacement(1))
+    served, mesh = engines.functional(engines.model_of(model, "float32")), MeshSpec.parse("tensor=1")
+    sizes = dataclasses.replace(config, layer_window=1)
+    abstract = AbstractStreamedRunner(served, served.abstract(), sizes, mesh.build(jax.devices()[:1]))
+    real, rows = {one.name: one for one in runner_of(engine)._programs()[0]}, max(config.prompt_buckets)
+    found = abstract.programs_of(rows)
+    assert [name.rpartition("-")[2] for name in found] == [
+        "begin",
+        *map(str, range(len(served.config.segments))),
+        "end",
+    ]
+    for name, one in found.items():
+        shapes = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p.arguments) for p in (one, real[name]))
+        assert len({str(jax.tree.flatten(tree)) for tree in shapes}) == 1
     runner_of(engine).close()
 
 

@@ -110,7 +110,7 @@ def model_bytes(model: Functional, unit_bytes: Sequence[int], ends: Any) -> Mode
     routed = [moe.top_k / moe.experts for moe in config.mixtures.values()]
     return ModelBytes(
         tuple(unit_bytes),
-        sum(x.nbytes for x in jax.tree.leaves(ends)),
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ends)),
         sum(group.token_bytes() for group in layer_groups(config)),
         sum(x.size for _, x in leaves),
         of_experts,

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxllm.files import digest
 from jaxllm.infer.runner.page_programs import Pools
 from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
@@ -396,5 +397,5 @@ def _kind(key: tuple[Unit, str]) -> str:
 
 def _write_name(slots: Any, content: Any) -> str:
     """Name of the program that writes an expert of these shapes into slots."""
-    shapes = [tuple(map(str, (*x.shape, x.dtype))) for x in jax.tree.leaves((slots, content))]
-    return "expert-" + "-".join("x".join(one) for one in shapes)
+    shapes = [[*x.shape, str(x.dtype)] for x in jax.tree.leaves((slots, content))]
+    return f"expert-{digest(shapes)[:16]}"

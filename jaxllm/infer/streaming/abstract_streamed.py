@@ -1,0 +1,49 @@
+"""Abstract streamed runner: the programs of streamed layers as they are compiled, for a device that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxllm.infer.abstract_runner import AbstractRunner
+from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.runner.program_cache import EngineProgram
+from jaxllm.infer.streaming.layer_store import units_of
+from jaxllm.infer.streaming.streamed_runner import StreamedRunner
+from jaxllm.models import Functional
+
+
+class AbstractStreamedRunner(AbstractRunner, StreamedRunner):
+    """Description of a streamed runner's programs; it has no arrays and runs nothing. Experts go with their layers.
+
+    Args:
+        model: model to serve.
+        params: shapes and dtypes of its weights, layers stacked.
+        config: sizes of the engine; ``pages``, ``page_size`` and ``layer_window`` are given.
+        mesh: mesh of the one device.
+
+    Raises:
+        ValueError: see ``AbstractRunner``.
+    """
+
+    def __init__(self, model: Functional, params: Any, config: EngineConfig, mesh: jax.sharding.Mesh):
+        super().__init__(model, {name: x for name, x in params.items() if name != "segments"}, config, mesh)
+        self._everywhere = jax.NamedSharding(mesh, jax.P())
+        self.units, self.experts = units_of(model.config.segments), None
+        self._layers = {
+            int(segment): jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=self._everywhere), layers
+            )
+            for segment, layers in params["segments"].items()
+        }
+
+    def unit_bytes(self) -> list[int]:
+        """Bytes of the weights of each unit."""
+        sizes = {s: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for s, tree in self._layers.items()}
+        return [sizes[unit.segment] for unit in self.units]
+
+    def programs_of(self, tokens: int) -> dict[str, EngineProgram]:
+        """Programs of a step of so many rows, by name."""
+        shape = self.shape(tokens, False, "full" in self.config.samplers)
+        return {one.name: one for one in self._programs_of(shape)}
