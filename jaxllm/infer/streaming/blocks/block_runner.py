@@ -100,7 +100,7 @@ class BlockRunner(StreamedRunner):
         return len(self.model.config.segments[segment][0])
 
     def _templates(self) -> dict[int, Pools]:
-        """That of each segment."""
+        """Templates of all segments."""
         return {segment: self._template(segment) for segment in {unit.segment for unit in self.units}}
 
     def _template(self, segment: int) -> Pools:
