@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,15 @@ class CappedGroup:
         self.path = (root if second else root / "memory") / f"jaxllm-capped-{os.getpid()}"
         self._peak = "memory.peak" if second else "memory.max_usage_in_bytes"
         self.path.mkdir()
-        (self.path / ("memory.max" if second else "memory.limit_in_bytes")).write_text(str(limit))
+        limits = (
+            ("memory.max", "memory.swap.max") if second else ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+        )
+        try:
+            (self.path / limits[0]).write_text(str(limit))
+            (self.path / limits[1]).write_text("0" if second else str(limit))  # no swap
+        except OSError:
+            self.path.rmdir()
+            raise
 
     def run(self, command: list[str], environment: dict[str, str]) -> dict[str, Any]:
         """Last line of a command's output, one of JSON, with the most memory that the group had."""
@@ -147,7 +156,7 @@ def systems(args: argparse.Namespace) -> dict[str, list[str]]:
 def measured(group: CappedGroup, name: str, command: list[str]) -> dict[str, Any]:
     """A run of a system under the limit."""
     if name.startswith("llama.cpp"):  # it decodes when it is told to
-        command = ["sh", "-c", f"echo {PROMPT} {STEPS} | " + " ".join(command)]
+        command = ["sh", "-c", f"echo {PROMPT} {STEPS} | {shlex.join(command)}"]
     return group.run(command, {"JAX_PLATFORMS": "cpu"})
 
 
@@ -163,12 +172,13 @@ def main() -> int:
     parser.add_argument("--offload")
     args = parser.parse_args()
     if args.child:
-        speed = decode_streamed(args.folder, args.offload) if args.offload else decode_accelerate(args.folder)
+        streamed = args.child == "streamed"
+        speed = decode_streamed(args.folder, args.offload) if streamed else decode_accelerate(args.folder)
         print(json.dumps({"tokens_per_second": speed}))
         return 0
     if not (args.folder / "config.json").exists():
         write_model(args.folder)
-    if args.llama_cpp and not (args.folder / "gguf").exists():
+    if args.llama_cpp and not (args.folder / "gguf" / "model.gguf").exists():
         from jaxllm.hub import find_model
 
         script = Path(__file__).with_name("mixture_gguf.py")

@@ -55,7 +55,7 @@ def main() -> None:
     folder, words = Path(sys.argv[1]), gguf.GGUFReader(sys.argv[2])
     config, found = json.loads((folder / "config.json").read_text()), tensors(folder / "model.safetensors")
     out = folder / "gguf" / "model.gguf"
-    out.parent.mkdir()
+    out.parent.mkdir(exist_ok=True)
     writer = gguf.GGUFWriter(out, "llama")
     writer.add_block_count(layers := config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])

@@ -6,8 +6,9 @@ here.
 
 Rates are those of data sheets. The placement with the most tokens/s is taken, and the programs of its steps are
 compiled: for tokens that decode, and for prompts. "compiled" is what the largest of them needs beside layers that stay
-or come ahead, and these; "planned" the bytes of the plan. "copies" are seconds of a step that its copies take, "alone"
-those in which nothing computes beside them, by the timeline of the step.
+or come ahead, and these; "planned" the bytes of the plan. "step" is
+its time by the timeline, in which copies and computing overlap as the window allows; "copies" and "computing" are what
+each of them takes alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli.memory_budget import FIT_SHARE
 from jaxllm.cli.recipe_arguments import configure, find_recipe
 from jaxllm.compiler import aot
 from jaxllm.infer import EngineConfig
+from jaxllm.infer.runner.model_runner import ACCELERATOR_MEMORY_SHARE
 from jaxllm.infer.streaming.abstract_streamed import AbstractStreamedRunner
 from jaxllm.infer.streaming.open_streamed import model_bytes
 from jaxllm.infer.streaming.placement_fit import FittedPlacement, ModelBytes, TierLimits, fit
@@ -72,6 +73,7 @@ def plan_here(topology: Topology, recipe: str, weights: str, host: float, length
     probe = AbstractStreamedRunner(model, params, engine_config(1, 2, length), mesh)
     hbm = topology.hbm_bytes
     assert hbm is not None, "a topology of an accelerator"
+    limit = int(ACCELERATOR_MEMORY_SHARE * hbm)
 
     def compiled(placement: FittedPlacement) -> dict[str, aot.CompileReport]:
         config = engine_config(placement.batch, placement.budget.window, length)
@@ -86,7 +88,7 @@ def plan_here(topology: Topology, recipe: str, weights: str, host: float, length
     # What programs need beside weights and KV cache is known when they are compiled: the plan is made again with it.
     beside, reports = 0, dict[str, aot.CompileReport]()
     for _ in range(2):
-        limits = TierLimits(int(FIT_SHARE * hbm) - beside, host * 2**30, None, length, page=PAGE)
+        limits = TierLimits(limit - beside, host * 2**30, None, length, page=PAGE)
         every = fit(sizes, rates, limits, BATCHES)
         best = max(every, key=lambda one: one.tokens_per_second)
         reports = compiled(best)
@@ -95,15 +97,15 @@ def plan_here(topology: Topology, recipe: str, weights: str, host: float, length
     pool = engine_config(best.batch, 1, length).pages
     assert pool is not None
     planned = sizes.ends + best.bytes["device"] + best.budget.window * largest + pool * PAGE * sizes.token
-    step = {name: one for name, one in reports.items() if "-layers-" in name}
-    held = best.bytes["device"] + best.budget.window * largest - largest  # beside the layer that computes
-    needed = max(one.total_bytes for one in step.values()) + held
+    held = best.bytes["device"] + best.budget.window * largest
+    # A layer that computes is among the arguments of its program.
+    needed = max(one.total_bytes + held - largest * ("-layers-" in name) for name, one in reports.items())
     copied = best.bytes["host"] / rates.host
     return {
         "model": recipe, "weights": weights, "on": str(topology), "batch": best.batch, "window": best.budget.window,
         "layer_bytes": sum(sizes.units), "device": best.bytes["device"], "host": best.bytes["host"],
         "kv": pool * PAGE * sizes.token, "planned": planned, "compiled": needed, "beside": beside,
-        "limit": int(FIT_SHARE * hbm), "seconds": best.seconds, "copies": copied,
+        "limit": limit, "seconds": best.seconds, "copies": copied,
         "computing": rates.layers(best.batch) + rates.ends(best.batch),
         "tokens_per_second": best.tokens_per_second, "bound_by": best.limit,
         "programs": {name: {"arguments": one.argument_bytes, "temp": one.temp_bytes} for name, one in reports.items()},

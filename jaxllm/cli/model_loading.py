@@ -28,6 +28,7 @@ def load_with_progress(
     offload: str | None = None,
     pools: str | None = None,
     sequences: int = 1,
+    adapter_ranks: int = 0,
     progress: Listener | None = None,
 ) -> LoadedModel:
     """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default.
@@ -37,6 +38,7 @@ def load_with_progress(
             device.
         pools: pools of the engine; weights beside an attention pool are loaded into the host's memory first.
         sequences: most sequences of a batch, which a placement is solved for.
+        adapter_ranks: ranks of adapters that the device is to hold, which a placement leaves room for.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
         generation_config: where the sampling defaults come from: "auto": the model's files; "none"; or a directory
             with a ``generation_config.json``.
@@ -71,7 +73,7 @@ def load_with_progress(
             budget = (
                 OffloadBudget.parse(offload)
                 if request is None
-                else functools.partial(solve_placement, request, sequences=sequences)
+                else functools.partial(solve_placement, request, sequences=sequences, adapter_ranks=adapter_ranks)
             )
             kept = "plain" if weights == "auto" else weights
             loaded = open_streamed(name, budget, dtype=dtype, weights=kept, mesh=over, progress=tell)
@@ -94,11 +96,15 @@ def _with_sampling(loaded: LoadedModel, generation_config: str) -> LoadedModel:
     return dataclasses.replace(loaded, sampling=own)
 
 
-def check_offload(offload: str | None, mesh: str | None) -> None:
+def check_offload(offload: str | None, mesh: str | None, adapters: bool = False) -> None:
     """Checks ``--offload`` before a model is loaded.
 
+    Args:
+        offload, mesh: as given.
+        adapters: adapters are served.
+
     Raises:
-        UsageError: it is not legal, or does not go with ``--mesh``.
+        UsageError: it is not legal, or does not go with ``--mesh`` or ``--adapters``.
     """
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
@@ -110,6 +116,8 @@ def check_offload(offload: str | None, mesh: str | None) -> None:
         if FitRequest.parse(offload) is None:
             budget = OffloadBudget.parse(offload)
             what = "experts in slots are" if budget.experts else ""
+            if budget.slices and adapters:
+                raise ValueError("--adapters are for whole layers; give a budget without slices, or leave them out.")
             what = "batches by turns and a KV cache by tier are" if budget.cache is not None else what
         if mesh is not None and what:
             raise ValueError(f"{what} for one device; give a budget of whole layers, or leave --mesh out.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 from pathlib import Path
@@ -16,13 +17,14 @@ if TYPE_CHECKING:
     from jaxllm.infer.streaming.tier_rates import TierRates
 
 
-def solve_placement(request: FitRequest, model: ModelBytes, sequences: int) -> OffloadBudget:
+def solve_placement(request: FitRequest, model: ModelBytes, sequences: int, adapter_ranks: int = 0) -> OffloadBudget:
     """Solves a placement and prints it as a table, with the speed that is predicted and what limits it.
 
     Args:
         request: limits.
         model: bytes of the model.
         sequences: most sequences of a batch.
+        adapter_ranks: ranks of adapters that the device is to hold besides.
 
     Raises:
         UsageError: nothing fits, or the rates of this device are not known.
@@ -32,6 +34,7 @@ def solve_placement(request: FitRequest, model: ModelBytes, sequences: int) -> O
     from jaxllm.infer.streaming.placement_fit import fit, show
     from jaxllm.infer.streaming.tier_rates import TierRates
 
+    model = dataclasses.replace(model, ends=model.ends + adapter_ranks * model.adapter_rank)
     try:
         limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
         rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)

@@ -306,7 +306,12 @@ def read_adapter(loaded: LoadedModel, folder: Path, *, base_hash: str = "") -> A
     """
     if loaded.source is None:
         raise AdapterError(f"{folder}: this model is of no family of Hugging Face, whose names PEFT's files have.")
-    return read_peft(folder, loaded.model, loaded.source, base_hash=base_hash)
+    try:
+        return read_peft(folder, loaded.model, loaded.source, base_hash=base_hash)
+    except AdapterError:
+        raise
+    except ValueError as error:  # layers in slices, which published names do not know
+        raise AdapterError(f"{folder}: no adapter of this model as it is served: {error}") from error
 
 
 def _hash_of(loaded: LoadedModel) -> str:

@@ -246,11 +246,16 @@ def test_blocks_pay_where_reading_weights_is_the_limit(capsys, tmp_path):
     assert budget.batches == 4
     assert "KV host" in said
     assert OffloadBudget.parse(str(budget)) == budget
+    of_adapters = dataclasses.replace(model, adapter_rank=10)
+    with pytest.raises(UsageError, match="no placement fits"):
+        solve_placement(FitRequest(400, 4000, None, file, length=30, batches=4), of_adapters, 4, adapter_ranks=40)
     assert FitRequest.parse("fit,batches=8").batches == 8  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="leave it out, or batches"):
         FitRequest.parse("fit,batches=8,prompt=4")
     with pytest.raises(UsageError, match="batches by turns and a KV cache by tier are for one device"):
         check_offload("batches=2", "tensor=4")
+    with pytest.raises(UsageError, match="give a budget without slices"):
+        check_offload("window=1,experts=2,slices=4", None, adapters=True)
     with pytest.raises(ValueError, match="fit finds that"):
         FitRequest.parse("fit,kv_device=1GiB")
 

@@ -22,6 +22,7 @@ from jaxllm.infer.streaming.layer_store import LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
+from jaxllm.quant.packing import pack_params
 from sharding import MeshSpec
 from tests.infer import adapters, engines
 
@@ -282,21 +283,52 @@ def test_a_step_broken_off_by_anything_else_ends_the_engine(tmp_path, monkeypatc
 
 
 @pytest.mark.drawn(2)
-def test_requests_have_adapters_of_their_own(float64):
-    """Two adapters by turns in one slot, and the base: each request gets what its merged model says."""
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_requests_have_adapters_of_their_own(model, float64):
+    """Two adapters by turns in one slot, and the base: each request gets what its merged model says. The layers of one
+    model are alike, those of the other make groups.
+    """
     config = dataclasses.replace(engines.ENGINES["roomy"], adapter_slots=1)
-    engine = engines.build(config, "llama", "float64", placement=WeightPlacement(1, 1))
+    engine = engines.build(config, model, "float64", placement=WeightPlacement(1, 1))
     for n in range(2):
-        engine.adapters.add(f"a{n}", adapters.drawn("llama", n, 4))
+        engine.adapters.add(f"a{n}", adapters.drawn(model, n, 4))
     asked: list[Any] = ["a0", None, "a1", "a0"]
     made = engines.serve(engine, [{"prompt": [5, 6, 7, 8], "params": GREEDY, "adapter": name} for name in asked])
     assert engine.adapter_slots is not None
     assert engine.adapter_slots.evictions > 0
     for name, request in zip(asked, made, strict=True):
-        params = None if name is None else adapters.merged("llama", "float64", int(name[1:]), 4)
-        assert engines.error("llama", "float64", [request], params) < 1e-10
+        params = None if name is None else adapters.merged(model, "float64", int(name[1:]), 4)
+        assert engines.error(model, "float64", [request], params) < 1e-10
     assert len({tuple(one.sequences[0].tokens) for one in made}) == 3
     runner_of(engine).close()
+
+
+@pytest.mark.drawn(2)
+def test_packed_layers_have_adapters_too():
+    """Tokens and log-probabilities of an engine whose packed layers stay on the device."""
+    config = dataclasses.replace(engines.ENGINES["roomy"], adapter_slots=1)
+    params = pack_params(
+        engines.functional(engines.model_of("llama", "float32")), engines.params_of("llama", "float32"), "int8"
+    )
+    said = []
+    for placement in (None, WeightPlacement(1, 1)):
+        engine = engines.build(config, "llama", params=params, placement=placement)
+        engine.adapters.add("a", adapters.drawn("llama", 0, 4))
+        asked: list[Any] = ["a", None]
+        made = engines.serve(engine, [{"prompt": [5, 6, 7], "params": GREEDY, "adapter": name} for name in asked])
+        said.append([one.sequences[0] for one in made])
+    for one, other in zip(*said, strict=True):
+        assert one.tokens == other.tokens
+        assert np.allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert said[0][0].tokens != said[0][1].tokens
+
+
+def test_a_folder_of_programs_keeps_pages_for_one_placement():
+    """More layers on the device leave room for fewer pages."""
+    made = [engines.build(engines.ENGINES["roomy"], placement=WeightPlacement(1, here)) for here in (0, 1)]
+    assert runner_of(made[0])._page_key != runner_of(made[1])._page_key
+    for engine in made:
+        runner_of(engine).close()
 
 
 @pytest.mark.drawn(2)
@@ -319,6 +351,8 @@ def test_abstract_programs_are_those_of_an_engine(model):
         shapes = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p.arguments) for p in (one, real[name]))
         assert len({str(jax.tree.flatten(tree)) for tree in shapes}) == 1
     runner_of(engine).close()
+    with pytest.raises(ValueError, match="of one device, with layer_window"):
+        AbstractStreamedRunner(served, served.abstract(), config, mesh.build(jax.devices()[:1]))
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -301,6 +301,13 @@ MUTANTS = [
         (f"{POOLS}::test_several_engines_of_a_pool_serve",),
     ),
     Mutant(
+        "adapters_of_streamed_groups_are_those_of_other_layers",
+        "jaxllm/infer/streaming/streamed_adapters.py",
+        "for size, repeats in groups[:segment])) // size\n",
+        "for size, repeats in groups[:segment]))\n",
+        ("tests/infer/test_streaming.py::test_requests_have_adapters_of_their_own",),
+    ),
+    Mutant(
         "copied_pages_are_not_written_back",
         "jaxllm/infer/streaming/blocks/unit_pools.py",
         '        pages = x["copies"][group, : int(x["copied"][group]), 1].tolist()\n',

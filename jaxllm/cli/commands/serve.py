@@ -238,7 +238,7 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.scheduling.policies import POLICIES
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
-        check_offload(offload, mesh)
+        check_offload(offload, mesh, adapters is not None)
         check_pools(pools, mesh, offload)
         check_overlap(overlap, mesh, pools)
         check_star_bytes(star_bytes, mesh)
@@ -310,6 +310,7 @@ def serve(argv: list[str]) -> int:
                 offload=offload,
                 pools=pools,
                 sequences=max_sequences,
+                adapter_ranks=sizes.pages_of_adapters * sizes.adapter_page_ranks,
                 progress=start,
             )
             beside, reserved = None, 0

@@ -440,7 +440,7 @@ class ModelRunner:
             raise ValueError(
                 f"the device has room for {max(room, 0) / 2**30:.2f} GiB of KV cache, and a sequence of "
                 f"{self.spec.max_len} tokens needs {taken(least) / 2**30:.2f}: give a smaller max_len or "
-                "max_batched_tokens."
+                f"max_batched_tokens{', or fewer adapter_slots' if self.config.adapter_slots else ''}."
             )
         pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
         pages = max(pages, least)

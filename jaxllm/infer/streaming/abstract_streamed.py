@@ -24,10 +24,15 @@ class AbstractStreamedRunner(AbstractRunner, StreamedRunner):
         mesh: mesh of the one device.
 
     Raises:
-        ValueError: see ``AbstractRunner``.
+        ValueError: several devices, or no ``layer_window``; and see ``AbstractRunner``.
     """
 
     def __init__(self, model: Functional, params: Any, config: EngineConfig, mesh: jax.sharding.Mesh):
+        if mesh.size > 1 or not config.layer_window:
+            raise ValueError(
+                f"an abstract streamed runner is of one device, with layer_window: not of {mesh.size} devices, "
+                f"layer_window = {config.layer_window}."
+            )
         super().__init__(model, {name: x for name, x in params.items() if name != "segments"}, config, mesh)
         self._everywhere = jax.NamedSharding(mesh, jax.P())
         self.units, self.experts = units_of(model.config.segments), None
@@ -42,6 +47,10 @@ class AbstractStreamedRunner(AbstractRunner, StreamedRunner):
         """Bytes of the weights of each unit."""
         sizes = {s: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for s, tree in self._layers.items()}
         return [sizes[unit.segment] for unit in self.units]
+
+    def largest_programs(self) -> dict[str, EngineProgram]:
+        """Programs of the largest step, by name."""
+        return self.programs_of(max(self.config.prompt_buckets))
 
     def programs_of(self, tokens: int) -> dict[str, EngineProgram]:
         """Programs of a step of so many rows, by name."""

@@ -21,6 +21,7 @@ from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, W
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import ModelBytes
 from jaxllm.infer.streaming.sharded_layers import device_bytes
+from jaxllm.infer.streaming.streamed_adapters import adapter_rank_bytes
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import HostPackedFormat
@@ -116,6 +117,7 @@ def model_bytes(model: Functional, unit_bytes: Sequence[int], ends: Any) -> Mode
         of_experts,
         sum(routed) / len(routed) if routed else 1.0,
         config.embed_dim * np.dtype(config.dtype).itemsize,
+        adapter_rank_bytes(model),
     )
 
 

@@ -52,6 +52,7 @@ class ModelBytes:
         expert_parameters: of them, those of experts.
         routed: share of the experts that a token is routed to.
         stream: of the residual stream of a token.
+        adapter_rank: of a rank of an adapter of all matrices.
     """
 
     units: tuple[int, ...]
@@ -61,6 +62,7 @@ class ModelBytes:
     expert_parameters: int = 0
     routed: float = 1.0
     stream: int = 0
+    adapter_rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """Streamed adapters: weights of a repeat of layers with its part of the pool of adapters, which is on the device whole.
 
-Adapters are small beside the layers that come and go, and a pool of them in two tiers would be read once more for each
-layer; so all of their factors stay, and a program takes those of the repeat that it computes.
+All factors stay on the device, as they do where layers do, and a program takes those of the repeat that it computes; a
+placement is solved with the room that they leave.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int
 
 from jaxllm.infer.runner.adapted_weight import AdaptedWeight, with_rows
@@ -57,6 +59,14 @@ def with_factors(
         left, right = (jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False) for x in (a, b))
         node[last] = AdaptedWeight(node[last], left, right)
     return with_rows(found, *adapters)
+
+
+def adapter_rank_bytes(model: Functional) -> int:
+    """Bytes of a rank of an adapter of all matrices, in the dtype of the model."""
+    numbers = (
+        math.prod(one.stack) * (math.prod(one.inputs) + math.prod(one.outputs)) for one in model.linears().values()
+    )
+    return sum(numbers) * np.dtype(model.config.dtype).itemsize
 
 
 def _own_dicts(tree: Any) -> Any:

@@ -57,6 +57,7 @@ class StreamedRunner(ModelRunner):
             weights, device = over_mesh(weights, model, mesh), mesh.devices.flat[0]
             place = jax.NamedSharding(mesh, jax.P())
         self._everywhere = place
+        self._placed = repr(weights.placement)
         self.units = weights.units
         self._broken: BaseException | None = None
         self.window = weights.window(device)
@@ -85,6 +86,10 @@ class StreamedRunner(ModelRunner):
             raise
         blocks = model.config.layers
         self._numbers = [put(np.int32(number), self._everywhere) for number in range(blocks)]
+
+    @property
+    def _page_key(self) -> list[str]:
+        return [self._placed]
 
     def _abstract_layers(self) -> dict[int, Any]:
         """Shapes of the weights of a unit of each segment, of which all units must be alike."""

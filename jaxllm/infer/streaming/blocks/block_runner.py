@@ -84,10 +84,6 @@ class BlockRunner(StreamedRunner):
         return self.config.max_sequences * self.spec.columns + 1
 
     @property
-    def _page_key(self) -> list[str]:
-        return [repr(self.cache)]
-
-    @property
     def _bytes_beside_pages(self) -> int:
         """See ``ModelRunner``; each batch has slots, and a residual stream that waits."""
         state = _bytes_of(self._abstract_state() if self._full else ())

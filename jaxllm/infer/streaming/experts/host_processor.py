@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from jaxllm.files import digest
 from jaxllm.infer.runner.program_cache import EngineProgram
 
 STEP = 4
@@ -125,8 +126,8 @@ def fastest(run: Callable[[], Any]) -> float:
 
 def program_name(name: str, expert: Any, rows: int) -> str:
     """Name of the program that computes an expert of these shapes for so many rows."""
-    shapes = ["x".join(map(str, (*x.shape, x.dtype))) for x in jax.tree.leaves(expert)]
-    return f"host-{name}-{rows}-" + "-".join(shapes)
+    shapes = [[*x.shape, str(x.dtype)] for x in jax.tree.leaves(expert)]
+    return f"host-{name}-{rows}-{digest(shapes)[:16]}"
 
 
 def _padded(x: Shaped[np.ndarray, "m ..."], rows: int) -> Shaped[np.ndarray, "n ..."]:
