@@ -1,14 +1,15 @@
 """Decoding under a memory limit that the weights exceed: streamed layers and experts in slots, beside reloading layer
 by layer, Accelerate's disk offload and llama.cpp with mmap.
 
-    python -m benchmarks.serving.capped_memory --folder DIR [--cap 1.0] [--rounds 3] [--llama-cpp PYTHON]
-        [--json FILE]
+    python -m benchmarks.serving.capped_memory --folder DIR [--model mixture] [--cap 1.0] [--rounds 3]
+        [--llama-cpp PYTHON] [--json FILE]
 
-The model is a random mixture of 1.2 billion parameters, written to the folder in bfloat16, which Accelerate reads;
-jaxllm packs its layers in int8, 1.1 GiB of files, and with ``--llama-cpp``, an interpreter with xllamacpp and gguf, it
-is written as GGUF in Q8_0, as many bytes. Each system runs in a process of its own within a control group whose memory,
-page cache included, is limited; before each run the files leave the page cache. One sequence decodes. Programs are
-compiled before, without the limit. Needs Linux, and a control group for memory that may be written to.
+``mixture`` is a random mixture of 1.2 billion parameters, ``smollm2`` SmolLM2-135M; it is written to the folder in
+bfloat16, which Accelerate reads. jaxllm packs the mixture's layers in int8, 1.1 GiB of files, and has SmolLM2's in
+float32, 0.4 GiB; with ``--llama-cpp``, an interpreter with xllamacpp and gguf, the model is written as GGUF in Q8_0
+too. Each system runs in a process of its own within a control group whose memory, page cache included, is limited;
+before each run the files leave the page cache. One sequence decodes. Programs are compiled before, without the limit.
+Needs Linux, and a control group for memory that may be written to.
 """
 
 from __future__ import annotations
@@ -81,13 +82,18 @@ def leave_page_cache(folder: Path) -> None:
         os.close(file)
 
 
-def write_model(folder: Path) -> None:
-    """Writes the mixture as transformers does, with the tokenizer of SmolLM2."""
+def write_model(folder: Path, model_name: str) -> None:
+    """Writes SmolLM2, or the mixture as transformers does, with the tokenizer of SmolLM2."""
     import torch
     import transformers
 
     from jaxllm.hub import find_model, open_source
 
+    if model_name == "smollm2":
+        program = Path(sys.executable).with_name("jaxllm")
+        convert = [str(program), "convert", "smollm2", str(folder), "--to", "hf", "--dtype", "bfloat16"]
+        subprocess.run(convert, check=True)
+        return
     torch.manual_seed(0)
     config = transformers.MixtralConfig(**ARCHITECTURE, dtype="bfloat16")
     with torch.device("cpu"):
@@ -105,7 +111,8 @@ def decode_streamed(folder: Path, offload: str) -> float:
     from jaxllm.infer.streaming.tier_benchmark import decode_step_seconds
 
     budget = OffloadBudget.parse(offload)
-    loaded = open_streamed(str(folder), budget, dtype="float32", weights="int8")
+    weights = "int8" if is_mixture(folder) else "plain"
+    loaded = open_streamed(str(folder), budget, dtype="float32", weights=weights)
     config = EngineConfig(
         max_sequences=1, max_batched_tokens=16, max_len=PROMPT + 3 * STEPS, pages=8, page_size=16,
         layer_window=budget.window, buckets=(1, 16), samplers=("plain",), prefix_cache=False, decode_steps=1,
@@ -119,8 +126,8 @@ def decode_accelerate(folder: Path) -> float:
     import torch
     import transformers
 
-    layers = ARCHITECTURE["num_hidden_layers"]
-    places = {f"model.layers.{n}": "disk" for n in range(int(layers))}
+    layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    places = {f"model.layers.{n}": "disk" for n in range(layers)}
     ends = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map=ends | places, offload_folder=folder / "accelerate"
@@ -136,12 +143,17 @@ def decode_accelerate(folder: Path) -> float:
     return 1 / statistics.median(seconds[1:])
 
 
+def is_mixture(folder: Path) -> bool:
+    """Whether the model in a folder is the mixture."""
+    return "num_local_experts" in json.loads((folder / "config.json").read_text())
+
+
 def systems(args: argparse.Namespace) -> dict[str, list[str]]:
     """Command of each system."""
     here, folder = [sys.executable, "-m", "benchmarks.serving.capped_memory", "--folder", str(args.folder)], args.folder
     disk = folder / "layers"
-    found = {
-        "jaxllm, experts in slots": f"window=2,host=0B,disk={disk},experts=2,experts_host=0B,loaders=2",
+    slots = f"window=2,host=0B,disk={disk},experts=2,experts_host=0B,loaders=2"
+    found = ({"jaxllm, experts in slots": slots} if is_mixture(folder) else {}) | {
         "jaxllm, layers, read ahead": f"window=2,host=0B,disk={disk},loaders=2",
         "jaxllm, layers, one at a time": f"window=1,host=0B,disk={disk},loaders=1",
     }
@@ -164,6 +176,7 @@ def main() -> int:
     """Measures all systems by turns, and prints their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--model", choices=("mixture", "smollm2"), default="mixture", help="written if DIR has none")
     parser.add_argument("--cap", type=float, default=1.0, help="GiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-cpp", help="an interpreter with xllamacpp and gguf")
@@ -177,7 +190,7 @@ def main() -> int:
         print(json.dumps({"tokens_per_second": speed}))
         return 0
     if not (args.folder / "config.json").exists():
-        write_model(args.folder)
+        write_model(args.folder, args.model)
     if args.llama_cpp and not (args.folder / "gguf" / "model.gguf").exists():
         from jaxllm.hub import find_model
 

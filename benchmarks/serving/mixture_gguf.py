@@ -1,10 +1,10 @@
-"""The mixture of ``capped_memory`` as GGUF, for llama.cpp. Run by another interpreter, with gguf.
+"""A model of ``capped_memory`` as GGUF, for llama.cpp. Run by another interpreter, with gguf.
 
     PYTHON mixture_gguf.py FOLDER TOKENIZER.gguf
 
 Reads config.json and the safetensors of transformers in the folder, and writes gguf/model.gguf there, matrices in
 Q8_0, with the tokenizer of another GGUF. Rows of queries and keys are not reordered as llama.cpp's rotary embedding
-would have them: the weights are random, and only the speed counts. No module but this interpreter's is imported.
+would have them: only the speed counts. No module but this interpreter's is imported.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ NAMES = {
     "self_attn.k_proj.weight": "attn_k.weight",
     "self_attn.v_proj.weight": "attn_v.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
 }
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
@@ -65,8 +68,9 @@ def main() -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
-    writer.add_expert_count(experts := config["num_local_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if experts := config.get("num_local_experts", 0):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     for name, field in words.fields.items():
         if name.startswith("tokenizer."):
             value, kind = field.contents(), field.types[0]
@@ -86,7 +90,7 @@ def main() -> None:
             add(NAMES[name], full(x))
         elif rest in NAMES:
             add(f"blk.{prefix}.{NAMES[rest]}", full(x))
-    for n in range(layers):
+    for n in range(layers if experts else 0):
         moe = next(
             name.removesuffix(".gate.weight") for name in found if name.startswith(f"model.layers.{n}.")
             and name.endswith(".gate.weight")
