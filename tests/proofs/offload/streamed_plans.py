@@ -17,7 +17,7 @@ from tests.proofs.harness import proof
 )
 def streamed_plans_compile(case: tuple[str, str]) -> dict[str, float]:
     """Llama 3 70B and Mixtral 8x22B in int4 on one H100 and one chip of TPU v6e, sequences of 2,048 tokens: the solved
-    placement's programs, with what stays and the window, over 95% of device memory, and over the bytes of the plan. A
+    placement's programs, with what stays and the window, over 90% of device memory, and over the bytes of the plan. A
     step takes no longer than copies and computing one after the other, and no less than either.
     """
     recipe, on = case
