@@ -194,7 +194,7 @@ def main() -> int:
     if args.llama_cpp and not (args.folder / "gguf" / "model.gguf").exists():
         from jaxllm.hub import find_model
 
-        script = Path(__file__).with_name("mixture_gguf.py")
+        script = Path(__file__).with_name("llama_cpp_gguf.py")
         subprocess.run([args.llama_cpp, str(script), str(args.folder), str(find_model("smollm2"))], check=True)
     commands = systems(args)
     for command in commands.values():

@@ -42,7 +42,7 @@ from tests.infer import engines
 
 HERE: list[Tier] = ["device"] * 2
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, seed=1)
-RATES = TierRates("test", (1, 8), (1.0, 2.0), (0.5, 0.5), host=200.0, disk=50.0, disk_thread=50.0)
+RATES = TierRates("test", (1, 8), (1.0, 2.0), (0.5, 0.5), host=200.0, disk=(50.0,))
 CONFIG = dataclasses.replace(engines.ENGINES["roomy"], max_sequences=2)
 
 
@@ -228,7 +228,7 @@ def test_a_step_of_a_block_by_hand():
 def test_blocks_pay_where_reading_weights_is_the_limit(capsys, tmp_path):
     """Four batches share a read of all layers, though their KV cache has no room on the device."""
     model = ModelBytes((100,) * 10, 50, 1, stream=1)
-    rates = TierRates("test", (1, 8), (0.1, 0.2), (0.05, 0.05), host=200.0, disk=50.0, disk_thread=50.0)
+    rates = TierRates("test", (1, 8), (0.1, 0.2), (0.05, 0.05), host=200.0, disk=(50.0,))
     limits = TierLimits(device=400, host=4000, length=30, page=10)
     (alone,) = fit(model, rates, limits, [4])
     (block,) = fit(model, rates, dataclasses.replace(limits, batches=4), [4])

@@ -36,7 +36,7 @@ from tests.infer import engines
 
 DISK = Path("d")
 MODEL = ModelBytes((100,) * 10, 50, 1)
-RATES = TierRates("test", (1, 8), (1.0, 2.0), (0.5, 0.5), host=200.0, disk=50.0, disk_thread=50.0)
+RATES = TierRates("test", (1, 8), (1.0, 2.0), (0.5, 0.5), host=200.0, disk=(50.0,))
 
 
 def test_a_step_is_the_longest_of_what_overlaps():
@@ -57,7 +57,7 @@ def test_a_step_is_the_longest_of_what_overlaps():
     few = step_time(["device", "device", "device", "device", "host"] * 2, MODEL.units, RATES, 1, 2, 1)
     assert few.seconds == pytest.approx(1.5)
     assert few.stalled == 0
-    slow = dataclasses.replace(RATES, slowdown=2.0, disk=1e9, disk_thread=1.0, disk_share=1.0)
+    slow = dataclasses.replace(RATES, disk=(1.0,), slowdowns=((2.0, 3.0),))
     assert step_time(["disk"] + ["device"] * 9, MODEL.units, slow, 1, 1, 1).seconds == pytest.approx(
         100.5 + 0.1, rel=0.02
     )
@@ -105,7 +105,7 @@ def test_whole_layers_keep_to_the_hosts_limit():
 def test_loaders_are_as_many_as_pay_within_the_hosts_limit():
     """Each has a layer's buffer on the host: where a thread alone is slow, more of them read faster and leave less room
     for layers there. The choice is the fastest of all numbers given by hand."""
-    rates = dataclasses.replace(RATES, disk_thread=20.0)
+    rates = dataclasses.replace(RATES, disk=(20.0, 40.0, 50.0))
     chosen = {}
     for host in (100, 200, 400, 700, 900):
         limits = TierLimits(device=300, host=host, disk=DISK, length=10)

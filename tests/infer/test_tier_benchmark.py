@@ -52,11 +52,14 @@ def measured(tmp_path, monkeypatch) -> TierRates:
 def test_rates_are_measured(measured, tmp_path):
     assert measured.tokens == (1, 4)
     assert min(measured.layer_seconds) > 0
-    assert all(np.isfinite([*measured.end_seconds, measured.host, measured.disk]))
-    assert measured.disk >= measured.disk_thread
-    assert measured.disk_cold is None or measured.cold().disk == measured.disk_cold
-    assert measured.slowdown >= 1
-    assert 0 < measured.disk_share <= 1
+    assert all(np.isfinite([*measured.end_seconds, measured.host, *measured.disk]))
+    assert len(measured.disk) == 2
+    assert measured.disk == tuple(sorted(measured.disk))
+    assert not measured.disk_cold or measured.cold().disk == measured.disk_cold
+    for loaders in (1, 2):
+        for batch in (1, 4):
+            assert measured.slowdown(batch, loaders) >= 1
+            assert 0 < measured.disk_share(batch, loaders) <= 1
     said = str(measured)
     assert "host to device" in said
     assert f"{1e3 * measured.layer_seconds[1]:.2f}" in said

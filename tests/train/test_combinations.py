@@ -88,6 +88,13 @@ def test_a_drawn_pair_runs_or_is_refused(draw, rng):
     check_pair(int(rng.integers(2**31)))
 
 
+@pytest.mark.parametrize("feature", ["optimizer state on disk", "parameters on disk"])
+def test_each_way_of_building_a_step(feature):
+    found = outcome(feature)
+    assert found is not None
+    assert found.program
+
+
 @pytest.mark.drawn(1)
 def test_a_lowered_rate_moves_a_trainable_subset():
     """Updates of a subset have no leaves for the other parameters, and are scaled nevertheless."""

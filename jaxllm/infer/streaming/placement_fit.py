@@ -180,11 +180,12 @@ def terms(
     weights, held = float(sum(model.units)), cache_bytes(model, limits, block)
     streams = block.batch * block.batches * model.stream * len(model.units) if block.streams == "host" else 0
     written = held * min(1.0, limits.page / limits.length)
+    disk = rates.disk_rate(limits.loaders) * rates.disk_share(block.batch, limits.loaders)
     return {
         "computing": block.batches * (rates.layers(block.batch) + rates.ends(block.batch)),
         "copies from the host": ((h + k) * weights + (v + w) * held + streams) / rates.host,
         "copies to the host": ((v + w) * written + streams) / rates.host,
-        "the disk": (k * weights + w * (held + written)) / (rates.disk * rates.disk_share),
+        "the disk": (k * weights + w * (held + written)) / disk,
     }
 
 
@@ -267,7 +268,7 @@ def predict(
     tiers = tiers_of(placement, len(model.units))
     held = {tier: sum(b for b, t in zip(model.units, tiers, strict=True) if t == tier) for tier in Tier.__args__}
     block = BatchBlock(batch, budget.batches, budget.streams, budget.kv_device is not None)
-    limits = TierLimits(0, 0, budget.disk, length, page=page)
+    limits = TierLimits(0, 0, budget.disk, length, budget.loaders, page=page)
     cache, turns = dict[Tier, int](), None
     if budget.cache is not None:
         of_part = cache_bytes(model, limits, block) // (block.batches * len(model.units))

@@ -69,6 +69,7 @@ class _Timeline:
     """Progress of a step: the reads that wait or run, and the time."""
 
     rates: TierRates
+    tokens: int
     loaders: int
     reads: list[_Read] = field(default_factory=list)
     parts: list[_Read] = field(default_factory=list)
@@ -80,9 +81,11 @@ class _Timeline:
         on_disk = [read for read in running if read.left > 0]
         copying = [read for read in running if read.left <= 0]
         rates = self.rates
-        per_read = min(rates.disk_thread, rates.disk / len(on_disk)) if on_disk else 0.0
-        per_read *= rates.disk_share if computing else 1.0
-        speed = 1 / rates.slowdown if on_disk else 1.0
+        per_read, speed = 0.0, 1.0
+        if on_disk:
+            per_read = rates.disk_rate(len(on_disk)) / len(on_disk)
+            per_read *= rates.disk_share(self.tokens, len(on_disk)) if computing else 1.0
+            speed = 1 / rates.slowdown(self.tokens, len(on_disk))
         per_copy = rates.host / max(1, len(copying))
         times = [read.left / per_read for read in on_disk] + [read.copied / per_copy for read in copying]
         times += [computing / speed] if computing else []
@@ -122,7 +125,7 @@ def step_time(
     streamed = [place for place, tier in enumerate(tiers) if tier != "device"]
     away = [] if turns is None else [place for place, tier in enumerate(turns.parts) if tier != "device"]
     window = min(window, len(streamed))
-    line = _Timeline(rates, loaders)
+    line = _Timeline(rates, tokens, loaders)
     started, parts_started = 0, 0
 
     def read_of(tier: Tier, size: float, number: int) -> _Read:

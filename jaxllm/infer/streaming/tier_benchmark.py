@@ -1,20 +1,21 @@
 """Tier benchmark: measures ``TierRates`` of a model on this machine, without holding all of its layers.
 
-Computing is measured by an engine all of whose layers are copies of the first one of their kind, which is on the
+Computing is measured by an engine all of whose layers are a few copies of the first one of their kind, which are on the
 device; the rest of a step by the same engine without layers. Reads are those of the stores that serve.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +35,36 @@ FILE_BYTES = 2**31
 """Most bytes of files that are written to measure a disk; at least one layer of each loader is."""
 DISK_SAMPLE = 2**28
 """Bytes of the file that ``measure_disk`` reads."""
+_DROPS_PAGES = hasattr(os, "posix_fadvise")
 ROUNDS = 3
 """Rounds over all batch sizes, of which the fastest counts."""
+COPIED_BYTES = 2**28
+"""Bytes of the copies of a layer that compute by turns: no processor's cache holds them, as none holds a model."""
 
 
 @dataclass
 class AlikeLayers:
-    """Store that gives the first unit of a segment for all of them, without a copy.
+    """Store that gives copies of the first unit of a segment for all of them, by turns.
 
     Attributes:
         store: where those are.
+        held: by segment and place among the copies.
         tier: "alike".
     """
 
     store: LayerStore
-    held: dict[int, Any]
+    held: dict[tuple[int, int], Any] = field(default_factory=dict)
     tier: str = "alike"
 
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
-        if unit.segment not in self.held:
-            self.held[unit.segment] = self.store.read(Unit(unit.segment, 0, unit.first), device)
-        return self.held[unit.segment]
+        first = (unit.segment, 0)
+        if first not in self.held:
+            self.held[first] = self.store.read(Unit(unit.segment, 0, unit.first), device)
+        place = (unit.segment, unit.repeat % (1 + COPIED_BYTES // _bytes_of(self.held[first])))
+        if place not in self.held:
+            self.held[place] = jax.tree.map(lambda x: x.copy(), self.held[first])
+        return self.held[place]
 
 
 def measure_tiers(
@@ -103,6 +112,7 @@ def measure_tiers(
     tell("copies from the host")
     first = HostLayers(layers, units[:1])
     host = _rate(lambda: first.read(units[0], device), _bytes_of(first.read(units[0], device)), 5)
+    many = range(1, loaders + 1)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         size = _bytes_of(first.read(units[0], host_device))
         some = units[: max(loaders, FILE_BYTES // size)]
@@ -110,23 +120,23 @@ def measure_tiers(
         files = LayerFiles.of(layers, some, Path(folder), ["tiers"])
         for unit in some:
             files.read(unit, host_device)  # checks its sum, once
-        thread = _rate(lambda: files.read(some[0], host_device), size, 5)
-        disk = max(_read_all(files, some, loaders) for _ in range(3))
-        cold = _cold_rate(files, some, loaders)
-        tell("computing while files are read")
-        reader = _Readers(files, some, loaders)
-        contended = decode_step_seconds(engine, batches[-1], prompt, steps) - ends[batches[-1]]
-        beside = reader.stop()
+        disk = _not_slower(max(_read_all(files, some, readers) for _ in range(3)) for readers in many)
+        cold = _not_slower(_cold_rate(files, some, readers) for readers in many) if _DROPS_PAGES else ()
+        slowdowns, shares = [], []
+        for readers in many:
+            tell(f"computing while files are read by {readers} of {loaders}")
+            beside = [_beside(engine, batch, prompt, steps, _Readers(files, some, readers)) for batch in batches]
+            slowdowns.append(tuple(max(1.0, s / whole[batch]) for batch, (s, _) in zip(batches, beside, strict=True)))
+            shares.append(tuple(min(1.0, rate / disk[readers - 1]) for _, rate in beside))
     runner.close()
-    disk = max(disk, thread)
     return TierRates(
-        device.device_kind, tuple(batches), tuple(of_layers), tuple(ends.values()), host, disk, thread, cold, loaders,
-        slowdown=max(1.0, contended / of_layers[-1]), disk_share=min(1.0, beside / disk),
+        device.device_kind, tuple(batches), tuple(of_layers), tuple(ends.values()), host, disk, cold,
+        tuple(slowdowns), tuple(shares),
     )  # fmt: skip
 
 
 def _engine(loaded: LoadedModel, layers: LayerStore, units: list[Unit], batches: Sequence[int], length: int) -> Engine:
-    alike = AlikeLayers(layers, {})
+    alike = AlikeLayers(layers)
     placement = WeightPlacement(1, device_units=len(units))
     weights = StreamedWeights(loaded.params, units, dict.fromkeys(units, alike), placement)
     config = EngineConfig(
@@ -142,7 +152,7 @@ def measure_disk(directory: Path) -> float:
         file.write(np.random.default_rng(0).bytes(DISK_SAMPLE))
         file.flush()
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
+        if _DROPS_PAGES:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         begin = time.perf_counter()
@@ -199,15 +209,26 @@ def _read_all(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float:
     return sum(sizes) / (time.perf_counter() - begin)
 
 
-def _cold_rate(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float | None:
-    """The same, of files that the system was asked to drop from its page cache; None where it cannot be asked."""
-    if not hasattr(os, "posix_fadvise"):
-        return None
+def _not_slower(rates: Iterable[float]) -> tuple[float, ...]:
+    """Rates by number of loaders: what fewer of them reach, more do too, since some may wait."""
+    return tuple(itertools.accumulate(rates, max))
+
+
+def _cold_rate(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float:
+    """The same, of files that the system was asked to drop from its page cache."""
     for path in sorted(files.directory.glob("*.bin")):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return _read_all(files, units, loaders)
+
+
+def _beside(engine: Engine, batch: int, prompt: int, steps: int, readers: _Readers) -> tuple[float, float]:
+    """Seconds of a step that decodes while files are read, and bytes/s of the readers, which it ends."""
+    try:
+        return decode_step_seconds(engine, batch, prompt, steps), readers.rate()
+    finally:
+        readers.stop()
 
 
 class _Readers:
@@ -226,9 +247,12 @@ class _Readers:
             self._bytes[number] += _bytes_of(self._files.read(self._units[at % len(self._units)], host))
             at += 1
 
-    def stop(self) -> float:
-        """Ends them; returns the bytes/s that they have read."""
+    def rate(self) -> float:
+        """Bytes/s that they have read until now."""
+        return sum(self._bytes) / (time.perf_counter() - self._begin)
+
+    def stop(self) -> None:
+        """Ends them."""
         self._end.set()
         for thread in self._threads:
             thread.join()
-        return sum(self._bytes) / (time.perf_counter() - self._begin)

@@ -7,6 +7,7 @@ placement of weights is solved with them (``placement_fit``).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,11 @@ class TierRates:
         layer_seconds: seconds in which all layers compute so many tokens, with all weights on the device.
         end_seconds: seconds of the rest of such a step: embedding, head, sampler, host.
         host: bytes/s from host memory to the device.
-        disk: bytes/s from files to host memory, by all loader threads together.
-        disk_thread: bytes/s from files by one thread.
-        disk_cold: bytes/s by all threads from files that are not in the host's page cache; None: the same.
-        loaders: loader threads.
-        slowdown: how many times longer layers compute while files are read: more than 1 where both need the processor.
-        disk_share: share of its rate at which files are read while layers compute.
+        disk: bytes/s from files to host memory, by one loader thread, by two together, and so on.
+        disk_cold: the same of files that are not in the host's page cache; empty: the same rates.
+        slowdowns: how many times longer a step takes while files are read, more than 1 where both need the processor:
+            for each number of loaders, by the tokens of the step; empty: as long.
+        disk_shares: shares of their rates at which so many loaders read beside such steps; empty: all of them.
     """
 
     device: str
@@ -39,12 +39,10 @@ class TierRates:
     layer_seconds: tuple[float, ...]
     end_seconds: tuple[float, ...]
     host: float
-    disk: float
-    disk_thread: float
-    disk_cold: float | None = None
-    loaders: int = 2
-    slowdown: float = 1.0
-    disk_share: float = 1.0
+    disk: tuple[float, ...]
+    disk_cold: tuple[float, ...] = ()
+    slowdowns: tuple[tuple[float, ...], ...] = ()
+    disk_shares: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         many = len(self.tokens)
@@ -54,7 +52,13 @@ class TierRates:
             )
         if list(self.tokens) != sorted(set(self.tokens)):
             raise ValueError(f"tier rates: tokens = {self.tokens}; give them ascending.")
-        numbers = (*self.layer_seconds, self.host, self.disk, self.disk_thread, self.disk_share, self.slowdown)
+        for name, rows in (("slowdowns", self.slowdowns), ("disk_shares", self.disk_shares)):
+            if rows and [len(row) for row in rows] != [many] * len(self.disk):
+                raise ValueError(f"tier rates: {name} needs a row for each rate of the disk, of as many as tokens.")
+        if not self.disk or (self.disk_cold and len(self.disk_cold) != len(self.disk)):
+            raise ValueError("tier rates: give the rate of the disk for one loader at least, cold ones for as many.")
+        beside = (*self.slowdowns, *self.disk_shares)
+        numbers = (*self.layer_seconds, self.host, *self.disk, *self.disk_cold, *itertools.chain.from_iterable(beside))
         if min(self.tokens) < 1 or not min(numbers) > 0 or min(self.end_seconds) < 0:
             raise ValueError("tier rates: all token counts, times and rates have to be above 0.")
 
@@ -66,27 +70,47 @@ class TierRates:
         """Seconds of the rest of a step of so many tokens."""
         return _between(tokens, self.tokens, self.end_seconds)
 
+    def disk_rate(self, loaders: int) -> float:
+        """Bytes/s from files by so many loaders together; more than were measured are no faster."""
+        return self.disk[min(loaders, len(self.disk)) - 1]
+
+    def slowdown(self, tokens: int, loaders: int) -> float:
+        """How many times longer a step of so many tokens takes while so many loaders read files."""
+        return self._beside(self.slowdowns, tokens, loaders)
+
+    def disk_share(self, tokens: int, loaders: int) -> float:
+        """Share of their rate at which so many loaders read files beside a step of so many tokens."""
+        return self._beside(self.disk_shares, tokens, loaders)
+
+    def _beside(self, rows: tuple[tuple[float, ...], ...], tokens: int, loaders: int) -> float:
+        return float(np.interp(tokens, self.tokens, rows[min(loaders, len(rows)) - 1])) if rows else 1.0
+
     def cold(self) -> TierRates:
         """The rates of files that are not in the page cache."""
-        if self.disk_cold is None:
-            return self
-        thread = min(self.disk_thread, self.disk_cold / self.loaders)  # measured by all of them together
-        return dataclasses.replace(self, disk=self.disk_cold, disk_thread=thread)
+        return dataclasses.replace(self, disk=self.disk_cold or self.disk)
 
     def __str__(self) -> str:
-        """Table: the tiers, then computing by tokens of a step."""
-        gib = lambda rate: f"{rate / 2**30:8.2f} GiB/s"  # noqa: E731
-        cold = "" if self.disk_cold is None else f", {gib(self.disk_cold).strip()} without the page cache"
+        """Table: the tiers, then computing by tokens of a step, and what reading beside it does to both."""
+        gib = lambda rates: ", ".join(f"{rate / 2**30:.2f}" for rate in rates) + " GiB/s"  # noqa: E731
+        many = range(1, len(self.disk) + 1)
         lines = [
-            f"{self.device}, {self.loaders} loaders",
-            f"host to device   {gib(self.host)}",
-            f"disk to host     {gib(self.disk)} from the page cache, one thread {gib(self.disk_thread).strip()}{cold}",
-            f"while files are read, layers take {self.slowdown:.2f} times as long, and reads have "
-            f"{self.disk_share:.0%} of their rate",
-            f"{'tokens':>6} {'layers ms':>10} {'rest ms':>10}",
+            self.device,
+            f"host to device   {gib((self.host,))}",
+            f"disk to host     {gib(self.disk)} by {', '.join(map(str, many))} loaders",
         ]
-        lines += [f"{n:6} {1e3 * self.layers(n):10.2f} {1e3 * self.ends(n):10.2f}" for n in self.tokens]
-        return "\n".join(lines)
+        if self.disk_cold:
+            lines.append(f"  outside of the page cache {gib(self.disk_cold)}")
+        beside = [f"beside {n}" for n in many] if self.slowdowns else []
+        lines.append(f"{'tokens':>6} {'layers ms':>10} {'rest ms':>10} " + " ".join(f"{name:>16}" for name in beside))
+        for n in self.tokens:
+            cells = [f"{self.slowdown(n, k):7.2f} x, {self.disk_share(n, k):4.0%}" for k in many] if beside else []
+            row = f"{n:6} {1e3 * self.layers(n):10.2f} {1e3 * self.ends(n):10.2f} "
+            lines.append((row + " ".join(f"{cell:>16}" for cell in cells)).rstrip())
+        if beside:
+            lines.append(
+                "beside K: while K loaders read, how many times longer steps take, and the share of their rate"
+            )
+        return "\n".join(line.rstrip() for line in lines)
 
     def write(self, path: Path) -> None:
         """Writes them to a JSON file."""
@@ -100,8 +124,7 @@ class TierRates:
             ValueError: it is not one of ``write``.
         """
         try:
-            found: dict[str, Any] = {n: tuple(x) if isinstance(x, list) else x for n, x in read_json(path).items()}
-            return cls(**found)
+            return cls(**{name: _tuples(value) for name, value in read_json(path).items()})
         except (OSError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path} has no tier rates: {error}. Write it with `jaxllm bench MODEL --tiers {path}`."
@@ -141,7 +164,11 @@ def roofline_rates(
         return max(2 * computed / flops, read / bandwidth)
 
     tokens = tuple(2**n for n in range(13))
-    return TierRates(device, tokens, tuple(map(seconds, tokens)), (0.0,) * len(tokens), host, disk, disk)
+    return TierRates(device, tokens, tuple(map(seconds, tokens)), (0.0,) * len(tokens), host, (disk,))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _between(tokens: int, known: tuple[int, ...], seconds: tuple[float, ...]) -> float:

@@ -155,7 +155,7 @@ def lowered_programs(
     return DiskStepPrograms(programs.gradients.lower(resident, batch), updates, puts, programs.finish.lower(*last))
 
 
-def compiled_programs(lowered: DiskStepPrograms, options: dict[str, str] | None) -> DiskStepPrograms:
+def compiled_programs(lowered: DiskStepPrograms, options: dict[str, Any] | None) -> DiskStepPrograms:
     """Lowered programs, compiled with options of the compiler."""
 
     def compiled(program: Any) -> Any:

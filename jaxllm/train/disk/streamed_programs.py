@@ -220,7 +220,7 @@ def compiled_streamed_programs(
     reports: Sequence[Report],
     files: StateFiles,
     batch: Any,
-    options: dict[str, str] | None,
+    options: dict[str, Any] | None,
 ) -> StreamedPrograms:
     """Compiles the programs of a step; the run's mesh is set.
 

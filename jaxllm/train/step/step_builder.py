@@ -149,7 +149,7 @@ def streamed_model(config: RunConfig, model: Functional, abstract: TrainState, p
 
 
 def build_streamed_step(
-    config: RunConfig, of: StreamedModel, files: StateFiles, batch: Any, options: dict[str, str] | None
+    config: RunConfig, of: StreamedModel, files: StateFiles, batch: Any, options: dict[str, Any] | None
 ) -> StreamedPrograms:
     """Compiled programs of a step with parameters and optimizer state in files; the run's mesh is set.
 

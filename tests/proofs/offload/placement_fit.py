@@ -35,9 +35,8 @@ def drawn(rng: np.random.Generator) -> tuple[ModelBytes, TierRates, TierLimits]:
         tuple(seconds.tolist()),
         tuple(rng.uniform(0, 0.1, 3).tolist()),
         host=float(total * 10 ** rng.uniform(-1, 3)),
-        disk=float(total * 10 ** rng.uniform(-2, 2)),
-        disk_thread=float(total * 10 ** rng.uniform(-2, 2)),
-        disk_share=float(rng.uniform(0.3, 1)),
+        disk=tuple(np.sort(total * 10 ** rng.uniform(-2, 2, 2)).tolist()),
+        disk_shares=tuple(map(tuple, rng.uniform(0.3, 1, (2, 3)).tolist())),
     )
     limits = TierLimits(
         float(rng.uniform(0.2, 2) * total), float(rng.uniform(0.1, 1.2) * total),

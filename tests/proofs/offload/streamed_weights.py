@@ -190,7 +190,7 @@ def beside_resident(model: str, kv_dtype: str, placement: WeightPlacement) -> fl
     return worst
 
 
-RATES = TierRates("drawn", (1, 4), (0.02, 0.03), (0.01, 0.01), host=1e9, disk=5e8, disk_thread=4e8)
+RATES = TierRates("drawn", (1, 4), (0.02, 0.03), (0.01, 0.01), host=1e9, disk=(4e8, 5e8))
 
 
 @functools.cache

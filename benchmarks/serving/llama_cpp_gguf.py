@@ -1,6 +1,6 @@
 """A model of ``capped_memory`` as GGUF, for llama.cpp. Run by another interpreter, with gguf.
 
-    PYTHON mixture_gguf.py FOLDER TOKENIZER.gguf
+    PYTHON llama_cpp_gguf.py FOLDER TOKENIZER.gguf
 
 Reads config.json and the safetensors of transformers in the folder, and writes gguf/model.gguf there, matrices in
 Q8_0, with the tokenizer of another GGUF. Rows of queries and keys are not reordered as llama.cpp's rotary embedding
