@@ -1,15 +1,15 @@
 """Decoding under a memory limit that the weights exceed: streamed layers and experts in slots, beside reloading layer
 by layer, Accelerate's disk offload and llama.cpp with mmap.
 
-    python -m benchmarks.serving.capped_memory --folder DIR [--model mixture] [--cap 1.0] [--rounds 3]
+    python -m benchmarks.serving.capped_memory --folder DIR [--model mixture] [--weights int8] [--cap 1.0] [--rounds 3]
         [--llama-cpp PYTHON] [--json FILE]
 
 ``mixture`` is a random mixture of 1.2 billion parameters, ``smollm2`` SmolLM2-135M; it is written to the folder in
-bfloat16, which Accelerate reads. jaxllm packs the mixture's layers in int8, 1.1 GiB of files, and has SmolLM2's in
-float32, 0.4 GiB; with ``--llama-cpp``, an interpreter with xllamacpp and gguf, the model is written as GGUF in Q8_0
-too. Each system runs in a process of its own within a control group whose memory, page cache included, is limited;
-before each run the files leave the page cache. One sequence decodes. Programs are compiled before, without the limit.
-Needs Linux, and a control group for memory that may be written to.
+bfloat16, which Accelerate reads. jaxllm packs the layers in int8, 1.1 GiB of files for the mixture and 0.1 GiB for
+SmolLM2, or has them in float32 with ``--weights plain``; with ``--llama-cpp``, an interpreter with xllamacpp and gguf,
+the model is written as GGUF in Q8_0 too. Each system runs in a process of its own within a control group whose memory,
+page cache included, is limited; before each run the files leave the page cache. One sequence decodes. Programs are
+compiled before, without the limit. Needs Linux, and a control group for memory that may be written to.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def write_model(folder: Path, model_name: str) -> None:
     open_source(find_model("smollm2")).tokenizer.save(folder)
 
 
-def decode_streamed(folder: Path, offload: str) -> float:
+def decode_streamed(folder: Path, offload: str, weights: str) -> float:
     """Tokens per second of an engine whose layers are streamed."""
     from jaxllm.infer import EngineConfig
     from jaxllm.infer.engine.engine import Engine
@@ -111,7 +111,6 @@ def decode_streamed(folder: Path, offload: str) -> float:
     from jaxllm.infer.streaming.tier_benchmark import decode_step_seconds
 
     budget = OffloadBudget.parse(offload)
-    weights = "int8" if is_mixture(folder) else "plain"
     loaded = open_streamed(str(folder), budget, dtype="float32", weights=weights)
     config = EngineConfig(
         max_sequences=1, max_batched_tokens=16, max_len=PROMPT + 3 * STEPS, pages=8, page_size=16,
@@ -157,7 +156,8 @@ def systems(args: argparse.Namespace) -> dict[str, list[str]]:
         "jaxllm, layers, read ahead": f"window=2,host=0B,disk={disk},loaders=2",
         "jaxllm, layers, one at a time": f"window=1,host=0B,disk={disk},loaders=1",
     }
-    commands = {name: [*here, "--child", "streamed", "--offload", offload] for name, offload in found.items()}
+    ours = [*here, "--child", "streamed", "--weights", args.weights]
+    commands = {name: [*ours, "--offload", offload] for name, offload in found.items()}
     commands["Accelerate, disk offload"] = [*here, "--child", "accelerate"]
     if args.llama_cpp:
         peer = Path(__file__).with_name("llama_cpp_peer.py")
@@ -177,6 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--model", choices=("mixture", "smollm2"), default="mixture", help="written if DIR has none")
+    parser.add_argument("--weights", choices=("int8", "plain"), default="int8", help="how jaxllm holds layers")
     parser.add_argument("--cap", type=float, default=1.0, help="GiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-cpp", help="an interpreter with xllamacpp and gguf")
@@ -186,7 +187,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.child:
         streamed = args.child == "streamed"
-        speed = decode_streamed(args.folder, args.offload) if streamed else decode_accelerate(args.folder)
+        folder = args.folder
+        speed = decode_streamed(folder, args.offload, args.weights) if streamed else decode_accelerate(folder)
         print(json.dumps({"tokens_per_second": speed}))
         return 0
     if not (args.folder / "config.json").exists():

@@ -54,6 +54,13 @@ def test_a_step_is_the_longest_of_what_overlaps():
     # From the disk two loaders read two layers in 4 s, and copy both in 1 s. One loader: 2.5 s for each.
     for loaders in (1, 2):
         assert step_time(["disk"] * 10, MODEL.units, RATES, 1, 4, loaders).seconds == pytest.approx(25.0)
+    # Beside two reads computing is slower, and each has half of their rate: 8 layers in 8 * 0.1 * 4 s beside 5 bytes/s.
+    busy = dataclasses.replace(RATES, disk=(20.0, 40.0), slowdowns=((2.0,) * 2, (4.0,) * 2),
+                               disk_shares=((1.0,) * 2, (0.25,) * 2), end_seconds=(0.0, 0.0), host=1e9)  # fmt: skip
+    both = step_time(["device"] * 8 + ["disk"] * 2, MODEL.units, busy, 1, 2, 2)
+    alone = step_time(["device"] * 8 + ["disk"] * 2, MODEL.units, busy, 1, 2, 1)
+    assert both.seconds == pytest.approx(3.2 + (100 - 3.2 * 5) / 20 + 0.2 + 0.2, rel=0.05)
+    assert alone.seconds == pytest.approx(1.6 + (200 - 1.6 * 20) / 20 + 0.2 + 0.2, rel=0.05)
     few = step_time(["device", "device", "device", "device", "host"] * 2, MODEL.units, RATES, 1, 2, 1)
     assert few.seconds == pytest.approx(1.5)
     assert few.stalled == 0
@@ -140,8 +147,22 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     assert FitRequest(device=5).limits("cpu", None).host > 0
     assert FitRequest(host=1).limits("gpu", {"bytes_limit": 100, "bytes_in_use": 10}).device == 81
     file = tmp_path / "rates.json"
+    beside = dataclasses.replace(RATES, disk_cold=(5.0,), slowdowns=((1.0, 2.0),), disk_shares=((0.5, 1.0),))
+    beside.write(file)
+    assert TierRates.read(file) == beside
+    assert (beside.cold().disk, RATES.cold().disk) == ((5.0,), (50.0,))
+    assert (beside.slowdown(1, 1), beside.slowdown(8, 3), beside.disk_share(1, 2)) == (1.0, 2.0, 0.5)
+    assert "1.00 x,  50%" in str(beside)
+    for wrong, said in (
+        ({"slowdowns": ((1.0,),)}, "slowdowns needs a row"),
+        ({"disk_shares": ((1.0, 1.0),) * 2}, "disk_shares needs a row"),
+        ({"disk": ()}, "one loader at least"),
+        ({"disk_cold": (1.0, 2.0)}, "cold ones for as many"),
+        ({"disk": (0.0,)}, "above 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(RATES, **wrong)
     RATES.write(file)
-    assert TierRates.read(file) == RATES
     with pytest.raises(ValueError, match="tier rates"):
         TierRates.read(tmp_path / "none.json")
     with pytest.raises(ValueError, match="as many of both"):

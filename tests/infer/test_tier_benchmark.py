@@ -42,7 +42,7 @@ def measured(tmp_path, monkeypatch) -> TierRates:
     monkeypatch.setattr(tier_benchmark, "ROUNDS", 1)
     monkeypatch.setattr(tier_benchmark, "FILE_BYTES", 0)
     layers = SeenLayers(params)
-    rates = measure_tiers(loaded, layers, tmp_path, batches=(4, 1), prompt=3, steps=3)
+    rates = measure_tiers(loaded, layers, tmp_path, batches=(4, 1), prompt=3, loaders=2, steps=3)
     assert {unit.repeat for unit in layers.seen} == {0, 1}  # one computes for all, two are files: the third is not read
     assert not list(tmp_path.iterdir())
     return rates

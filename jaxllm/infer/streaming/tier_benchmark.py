@@ -74,7 +74,7 @@ def measure_tiers(
     *,
     batches: Sequence[int] = (1, 16),
     prompt: int = 16,
-    loaders: int = 2,
+    loaders: int | None = None,
     steps: int = 8,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TierRates:
@@ -86,7 +86,7 @@ def measure_tiers(
         directory: on the disk to measure; files are removed in the end.
         batches: batch sizes of decoding.
         prompt: tokens of the sequences that are decoded.
-        loaders: threads that read.
+        loaders: most threads that read; None: four, or as many as there are processors if these are fewer.
         steps: steps that are timed of each batch size.
         tell: told what is measured now.
 
@@ -94,6 +94,7 @@ def measure_tiers(
         WeightsUnavailableError: the directory cannot be written.
     """
     batches = sorted(set(batches))
+    loaders = loaders or min(4, os.cpu_count() or 1)
     units = units_of(loaded.model.config.segments)
     engine = _engine(loaded, layers, units, batches, prompt + 3 * steps)
     runner = engine.runner
