@@ -62,7 +62,10 @@ def compare(got: list[Request], want: list[Request]) -> float:
 
 
 def watch(engine: Engine) -> list[float]:
-    """Bytes of each transfer from now on by the formula: 2 x kv heads x head dim x bytes, for all slots and layers."""
+    """Bytes of each transfer from now on by the formula: 2 x kv heads x head dim x bytes, for all slots and layers.
+
+    In int8 a token has a scale for the key and one for the value, of a latent one for each of its two parts.
+    """
     assert engine.pools is not None
     moving, taken = engine.pools.transfers, list[float]()
     start, spec = moving.start, moving.runner.spec
@@ -74,7 +77,7 @@ def watch(engine: Engine) -> list[float]:
             heads = max(one.kv_heads, shards if shards % one.kv_heads == 0 else 0)  # a copy for each device
             width = one.key_dim + (0 if one.latent else one.value_dim)
             slots = len(pairs) * spec.page_size * len(group.layers) * heads
-            each = {"float64": 8 * width, "bfloat16": 2 * width, "int8": width + 4 * (1 if one.latent else 2)}
+            each = {"float64": 8 * width, "bfloat16": 2 * width, "int8": width + 4 * 2}
             taken.append(slots * each[group.dtype])
         return start(giver, taker, moves)
 
