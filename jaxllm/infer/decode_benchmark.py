@@ -18,6 +18,7 @@ from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.speculate.proposer_table import with_speculation
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.models import DecoderConfig
 from pallas_kernels.paged_attention.retention import by_scores
 
@@ -30,7 +31,8 @@ class DecodeMeasurement:
         batch, prompt, tokens: batch size, prompt length, and generated tokens per sequence.
         seconds: time from the last first token to the last token.
         prompt_seconds: time from the start to the last first token.
-        step_bytes: bytes that a step reads: the weights, and the KV cache halfway through.
+        step_bytes: bytes that a step reads: the weights, and the KV cache halfway through; None: of a mixture these
+            depend on the routing, and streamed weights have no roofline of one memory.
         bandwidth: memory bandwidth in bytes per second.
         ready: seconds until the engine was ready.
     """
@@ -40,7 +42,7 @@ class DecodeMeasurement:
     tokens: int
     seconds: float
     prompt_seconds: float
-    step_bytes: int
+    step_bytes: int | None
     bandwidth: float
     ready: float
 
@@ -50,14 +52,17 @@ class DecodeMeasurement:
         return self.batch * (self.tokens - 1) / self.seconds
 
     @property
-    def roofline(self) -> float:
-        """Fraction of the roofline: the speed at which a step takes as long as reading its bytes once."""
+    def roofline(self) -> float | None:
+        """Fraction of the speed at which a step takes as long as reading its bytes once; None: it has no roofline."""
+        if self.step_bytes is None:
+            return None
         return self.step_bytes / self.bandwidth * (self.tokens - 1) / self.seconds
 
     def __str__(self) -> str:
+        part = "" if self.roofline is None else f", {self.roofline:4.0%} of the memory's roofline"
         return (
             f"batch {self.batch:3}: {self.tokens_per_second:8.1f} tokens/s decoding, "
-            f"{1e3 * self.seconds / (self.tokens - 1):7.2f} ms a step, {self.roofline:4.0%} of the memory's roofline; "
+            f"{1e3 * self.seconds / (self.tokens - 1):7.2f} ms a step{part}; "
             f"prompts {self.batch * self.prompt / self.prompt_seconds:8.1f} tokens/s; ready in {self.ready:.1f} s"
         )
 
@@ -90,16 +95,13 @@ class DecodeBenchmark:
     ):
         self.batch, self.prompt, self.tokens, self.bandwidth = batch, prompt, tokens, bandwidth
         self.config = loaded.model.config
-        if self.config.mixtures:
-            raise ValueError("no roofline for a mixture of experts: the bytes that a step reads depend on the routing.")
-        self.weights = sum(x.nbytes for x in jax.tree.leaves(loaded.params))
-        if not self.config.tied:
-            table = loaded.params["embedding"]["table"]
-            self.weights -= table.nbytes  # only one row per token is read
+        streamed = isinstance(loaded.params, StreamedWeights)
+        self.weights = None if streamed or self.config.mixtures else _weights_read(loaded)
         budget = max(batch, 256)
         sizes = EngineConfig(
             max_sequences=batch, max_batched_tokens=budget, max_len=prompt + tokens, buckets=(budget,),
             samplers=("plain",), prefix_cache=False, decode_steps=16,
+            layer_window=loaded.params.placement.window if streamed else 0,
         )  # fmt: skip
         sizes = with_speculation(with_kv_cache(sizes, kv_format, kv_keep), speculate, speculate_tokens)
         sizes = replace(sizes, buckets=tuple(sorted({budget, *sizes.verify_buckets})))
@@ -149,11 +151,18 @@ class DecodeBenchmark:
                     waiting -= 1
                     first = time.perf_counter()
         end = time.perf_counter()
-        held = self.batch * self._tokens_read * self.engine.runner.token_bytes
+        read = None
+        if self.weights is not None:
+            read = self.weights + self.batch * self._tokens_read * self.engine.runner.token_bytes
         return DecodeMeasurement(
-            self.batch, self.prompt, self.tokens, end - first, first - start, self.weights + held, self.bandwidth,
-            self.ready,
-        )  # fmt: skip
+            self.batch, self.prompt, self.tokens, end - first, first - start, read, self.bandwidth, self.ready
+        )
+
+
+def _weights_read(loaded: LoadedModel) -> int:
+    """Bytes of weights that a step of a dense model reads: of a table of its own for the tokens only their rows."""
+    table = 0 if loaded.model.config.tied else loaded.params["embedding"]["table"].nbytes
+    return sum(x.nbytes for x in jax.tree.leaves(loaded.params)) - table
 
 
 def kv_bytes_per_token(config: DecoderConfig, kv_dtype: str = "auto") -> int:

@@ -78,8 +78,29 @@ def test_a_streamed_model_writes_the_same(tmp_path: Path, capsys: pytest.Capture
     for wrong in ("window=0", "host=4GiB", "disc=layers", "window=2,window=3"):
         assert cli.main([*command, "--offload", wrong]) == 2
         assert "--offload" in capsys.readouterr().err
-    assert cli.main([*command, "--offload", "window=2", "--mesh", "tensor=1"]) == 2
+    assert cli.main([*command, "--offload", "window=2,experts=1", "--mesh", "tensor=8"]) == 2
     assert "leave --mesh out" in capsys.readouterr().err
+
+
+@pytest.mark.drawn(1)
+def test_a_streamed_model_is_scored_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model, task = save(tmp_path / "model", intermediate_size=32), tmp_path / "task.jsonl"
+    task.write_text('{"prompt": "The", "choices": [" sea", " land"], "answer": 0}\n')
+    streamed = ["--offload", f"window=1,device=5KiB,host=0B,disk={tmp_path / 'layers'}"]
+    scores = []
+    for offload in ([], streamed):
+        assert cli.main(["eval", model, "--tasks", str(task), "--max-len", "32", *offload]) == 0
+        scores.append(capsys.readouterr().out)
+    assert scores[0] == scores[1]
+    assert "task: 1 rows, acc" in scores[0]
+    sizes = ["--batches", "2", "--prompt", "8", "--tokens", "4", "--rounds", "1"]
+    assert cli.main(["bench", model, *sizes, *streamed]) == 0
+    said = capsys.readouterr().out
+    assert "tokens/s decoding" in said
+    assert "roofline" not in said
+    for command in (["eval", model], ["eval", model, "--original", model], ["bench", model, "--layers", "apart"]):
+        assert cli.main([*command, *streamed]) == 2
+        assert "--offload" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_is_too_large_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_kv_cache, check_speculation, load_with_progress
+from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_speculation, load_with_progress
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat
 
@@ -40,6 +40,7 @@ def bench_model(argv: list[str]) -> int:
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
         weights: str = "plain",
+        offload: str | None = None,
         tiers: Path | None = None,
         tiers_disk: Path | None = None,
     ) -> int:
@@ -74,6 +75,8 @@ def bench_model(argv: list[str]) -> int:
                 SIZE kv heads that attend alike, 2 by default (docs/serve/kv_cache.md).
             weights: plain: quantised models are dequantised; packed: they stay as their files have them; int8, int4,
                 mxfp4: matrices are rounded to that format after loading; experts_int2: those of experts alone.
+            offload: a model that the device has no room for, as for `jaxllm generate` (docs/serve/offload.md); it has
+                no roofline.
             tiers: measure instead how fast layers compute at these batch sizes, and come from host memory and from
                 files, and write that to a file, for `--offload fit,rates=FILE` (docs/serve/offload.md). The model need
                 not fit.
@@ -86,13 +89,17 @@ def bench_model(argv: list[str]) -> int:
 
         if min((*batches, prompt, rounds)) < 1 or tokens < 2:
             raise UsageError("give --batches, --prompt and --rounds of 1 or more, and --tokens of 2 or more.")
+        if offload is not None and (tiers is not None or layers != "stacked"):
+            raise UsageError("--offload streams layers; leave --tiers and --layers out.")
+        check_offload(offload, None)
         if tiers is not None:
             from jaxllm.cli.tier_options import bench_tiers
 
             return bench_tiers(model, tiers, dtype, weights, batches, prompt, tiers_disk)
         if tiers_disk is not None:
             raise UsageError("--tiers-disk is for --tiers.")
-        loaded, bandwidth = load_with_progress(model, dtype, layers, weights=weights), memory_bandwidth()
+        loaded = load_with_progress(model, dtype, layers, weights=weights, offload=offload, sequences=max(batches))
+        bandwidth = memory_bandwidth()
         print(f"{model}, prompts of {prompt} tokens, {tokens} generated; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:
             measured = DecodeBenchmark(

@@ -10,7 +10,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.model_loading import check_kv_cache, load_with_progress, progress_bar
+from jaxllm.cli.model_loading import check_kv_cache, check_offload, load_with_progress, progress_bar
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat, with_kv_cache
 from jaxllm.infer.scheduling.policies import POLICIES, BatchPolicyName
@@ -40,6 +40,7 @@ def evaluate(argv: list[str]) -> int:
         kv_format: KvFormat = "auto",
         kv_keep: str = "all",
         policy: BatchPolicyName = "first-come",
+        offload: str | None = None,
     ) -> int:
         """Measures bits per byte on the held-out split of the run's data (lower is better), scores on --tasks, or what
         a model lost of its --original.
@@ -70,11 +71,16 @@ def evaluate(argv: list[str]) -> int:
                 (docs/serve/kv_cache.md).
             policy: with --tasks: order of the prompts, as for `jaxllm generate --batch`, such as grouped, with which
                 the examples that generation tasks begin with are computed once.
+            offload: with --tasks: a model that the device has no room for, as for `jaxllm generate`
+                (docs/serve/offload.md).
         """
         check_kv_cache(kv_format, kv_keep)
         use_compilation_cache()
         if policy != "first-come" and (not tasks or original is not None):
             raise UsageError("--policy is for --tasks.")
+        if offload is not None and (not tasks or original is not None):
+            raise UsageError("--offload is for --tasks.")
+        check_offload(offload, None)
         if needle:
             if tasks or step is not None or limit is not None or weights != "plain" or original or text:
                 raise UsageError("--needle goes with --max-len, --dtype, --kv-format and --kv-keep only.")
@@ -96,7 +102,7 @@ def evaluate(argv: list[str]) -> int:
             if step is not None:
                 raise UsageError("--step is for a run's held-out text; --tasks use the newest checkpoint.")
             names = [name for name in tasks.split(",") if name]
-            return run_tasks(model, names, limit, max_len, dtype, weights, kv_format, kv_keep, policy)
+            return run_tasks(model, names, limit, max_len, dtype, weights, kv_format, kv_keep, policy, offload)
         if limit is not None or dtype is not None or weights != "plain":
             raise UsageError("--limit, --dtype and --weights are for --tasks and --original.")
         with processes() as group:
@@ -226,6 +232,7 @@ def run_tasks(
     kv_format: str = "auto",
     kv_keep: str = "all",
     policy: BatchPolicyName = "first-come",
+    offload: str | None = None,
 ) -> int:
     """Runs tasks and prints their scores: .jsonl files one after the other, then all lm-eval tasks together."""
     from jaxllm.evals import Scorer, run_lm_eval, run_task
@@ -237,7 +244,7 @@ def run_tasks(
     for path in files:
         if not path.is_file():
             raise UsageError(f"there is no file {path}.")
-    loaded = load_with_progress(model, dtype, weights=weights)
+    loaded = load_with_progress(model, dtype, weights=weights, offload=offload, sequences=EngineConfig.max_sequences)
     most, _ = hard_limit(loaded.model.config)
     sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
     sizes = with_kv_cache(sizes, kv_format, kv_keep)

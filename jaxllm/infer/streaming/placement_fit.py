@@ -180,12 +180,11 @@ def terms(
     weights, held = float(sum(model.units)), cache_bytes(model, limits, block)
     streams = block.batch * block.batches * model.stream * len(model.units) if block.streams == "host" else 0
     written = held * min(1.0, limits.page / limits.length)
-    disk = rates.disk_rate(limits.loaders) * rates.disk_share(block.batch, limits.loaders)
     return {
         "computing": block.batches * (rates.layers(block.batch) + rates.ends(block.batch)),
         "copies from the host": ((h + k) * weights + (v + w) * held + streams) / rates.host,
         "copies to the host": ((v + w) * written + streams) / rates.host,
-        "the disk": (k * weights + w * (held + written)) / disk,
+        "the disk": (k * weights + w * (held + written)) / rates.disk_rate(limits.loaders),
     }
 
 

@@ -36,6 +36,8 @@ FILE_BYTES = 2**31
 DISK_SAMPLE = 2**28
 """Bytes of the file that ``measure_disk`` reads."""
 _DROPS_PAGES = hasattr(os, "posix_fadvise")
+PAGE = 32
+"""Tokens of a page of the KV cache."""
 ROUNDS = 3
 """Rounds over all batch sizes, of which the fastest counts."""
 COPIED_BYTES = 2**28
@@ -140,9 +142,11 @@ def _engine(loaded: LoadedModel, layers: LayerStore, units: list[Unit], batches:
     alike = AlikeLayers(layers)
     placement = WeightPlacement(1, device_units=len(units))
     weights = StreamedWeights(loaded.params, units, dict.fromkeys(units, alike), placement)
+    # What memory is left would be too little, were each layer counted that is a copy of another.
+    pages = batches[-1] * (1 + -(-length // PAGE))
     config = EngineConfig(
-        max_sequences=batches[-1], max_batched_tokens=batches[-1], max_len=length, layer_window=1,
-        buckets=tuple(batches), samplers=("plain",), prefix_cache=False,
+        max_sequences=batches[-1], max_batched_tokens=batches[-1], max_len=length, layer_window=1, page_size=PAGE,
+        pages=pages, buckets=tuple(batches), samplers=("plain",), prefix_cache=False,
     )  # fmt: skip
     return Engine.of(loaded.model, weights, config, longest=loaded.longest, strict=True)
 
@@ -227,9 +231,10 @@ def _cold_rate(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float:
 def _beside(engine: Engine, batch: int, prompt: int, steps: int, readers: _Readers) -> tuple[float, float]:
     """Seconds of a step that decodes while files are read, and bytes/s of the readers, which it ends."""
     try:
-        return decode_step_seconds(engine, batch, prompt, steps), readers.rate()
+        seconds = decode_step_seconds(engine, batch, prompt, steps)
     finally:
-        readers.stop()
+        rate = readers.stop()
+    return seconds, rate
 
 
 class _Readers:
@@ -248,12 +253,9 @@ class _Readers:
             self._bytes[number] += _bytes_of(self._files.read(self._units[at % len(self._units)], host))
             at += 1
 
-    def rate(self) -> float:
-        """Bytes/s that they have read until now."""
-        return sum(self._bytes) / (time.perf_counter() - self._begin)
-
-    def stop(self) -> None:
-        """Ends them."""
+    def stop(self) -> float:
+        """Ends them, each after its read; returns the bytes/s that they have read."""
         self._end.set()
         for thread in self._threads:
             thread.join()
+        return sum(self._bytes) / (time.perf_counter() - self._begin)

@@ -75,7 +75,7 @@ class TierRates:
         return self.disk[min(loaders, len(self.disk)) - 1]
 
     def slowdown(self, tokens: int, loaders: int) -> float:
-        """How many times longer a step of so many tokens takes while so many loaders read files."""
+        """Ratio of the time of a step while so many loaders read files, to its time alone."""
         return self._beside(self.slowdowns, tokens, loaders)
 
     def disk_share(self, tokens: int, loaders: int) -> float:

@@ -116,7 +116,7 @@ def serve_alike(plain: Engine, apart: Engine, asked: list[dict[str, Any]]) -> tu
 
 
 @proof(
-    "engine_two", count=60, sample=1, float64=True, bound={"logprob": 1e-10, "bytes": 0, "pages": 0, "books": 0},
+    "engine_two", count=30, sample=1, float64=True, bound={"logprob": 1e-10, "bytes": 0, "pages": 0, "books": 0},
     counts=("steps", "single", "halves", "spread"),
 )  # fmt: skip
 def attention_pools_are_colocated(seed: int) -> dict[str, float]:
