@@ -57,6 +57,25 @@ class SimulatedStep:
         return sum(count == 1 for one in self.chunks for _, count in one)
 
 
+def work_of(shape: StepShape, packed: np.ndarray) -> tuple[list[BatchWork], int]:
+    """Batch of each replica of a step, and its forward passes.
+
+    Args:
+        shape: of the step's program.
+        packed: int32[replicas, ...], the step's inputs.
+    """
+    batches, passes = list[BatchWork](), 1
+    for own in packed:
+        x = shape.inputs.views(own)
+        counts = np.diff(x["starts"])
+        used = (x["slots"] < shape.slots) & (counts > 0)
+        counts, lengths = counts[used].astype(np.int64), x["kv_lens"][used].astype(np.int64)
+        batches.append(BatchWork(lengths - counts, counts))
+        if shape.decode:
+            passes = max(passes, int(x["steps"]))
+    return batches, passes
+
+
 class StepTimer:
     """Step clock of a step-time model: a decode loop is as many passes, at the context of its middle.
 
@@ -118,16 +137,8 @@ class PaperRunner:
 
     def run(self, shape: StepShape, packed: np.ndarray, masks: np.ndarray | None = None) -> Any:
         """Starts a step: the device is busy for its time; the result is there when that is over."""
-        batches, chunks, passes = [], [], 1
-        for own in packed:
-            x = shape.inputs.views(own)
-            counts = np.diff(x["starts"])
-            used = (x["slots"] < shape.slots) & (counts > 0)
-            counts, lengths = counts[used].astype(np.int64), x["kv_lens"][used].astype(np.int64)
-            batches.append(BatchWork(lengths - counts, counts))
-            chunks.append(list(zip((lengths - counts).tolist(), counts.tolist(), strict=True)))
-            if shape.decode:
-                passes = max(passes, int(x["steps"]))
+        batches, passes = work_of(shape, packed)
+        chunks = [list(zip(one.starts.tolist(), one.counts.tolist(), strict=True)) for one in batches]
         cost, start = self.clock(batches, shape, passes), self.next_start
         self._free = start + cost.seconds
         self.steps.append(SimulatedStep(start, cost, chunks, shape.decode, passes, shape.tokens))

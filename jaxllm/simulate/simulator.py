@@ -112,14 +112,17 @@ class SimulatedEngine:
         deployment: deployment whose engine it is.
         clock: gives the cost of a step; None: the deployment's step-time model.
         policy: scheduling policy; None: first come, first served.
+        host: seconds until the device of an engine that has nothing to do begins with a request.
     """
 
-    def __init__(self, deployment: Deployment, clock: StepClock | None = None, policy: Policy | None = None):
+    def __init__(
+        self, deployment: Deployment, clock: StepClock | None = None, policy: Policy | None = None, host: float = 0.0
+    ):
         model, config = deployment.step_model, deployment.engine
         page_bytes = [model.group_token_bytes(group) * deployment.spec.page_size for group in range(len(model.groups))]
-        host = tuple(size / model.hardware.host for size in page_bytes)
+        pages = tuple(size / model.hardware.host for size in page_bytes)
         timer = StepTimer(model, config.max_sequences, deployment.host_seconds)
-        self.runner = PaperRunner(deployment.spec, config, clock or timer, host)
+        self.runner, self._host = PaperRunner(deployment.spec, config, clock or timer, pages), host
         self.engine = Engine(self.runner, config, LARGEST_TOKEN, policy=policy, clock=lambda: self.runner.now)
         self.active: dict[int, SimulatedRequest] = {}
         self.held: list[SimulatedRequest] = []  # active ones, and those that ended after the last look
@@ -134,7 +137,7 @@ class SimulatedEngine:
     def submit(self, one: SimulatedRequest, prompt: list[int], now: float) -> None:
         """Hands a request to the engine."""
         if not self.engine.busy:
-            self.runner.now = max(self.runner.now, now)
+            self.runner.now = max(self.runner.now, now) + self._host
         params = SamplingParams(max_tokens=one.request.tokens, temperature=0.0, seed=0)
         request = self.engine.submit(prompt, params)
         self.active[request.id] = one
@@ -259,6 +262,7 @@ def simulate(
     clock: StepClock | None = None,
     predict: Callable[[TraceRequest], float] | None = None,
     governor: PowerGovernor | None = None,
+    host: float = 0.0,
 ) -> Simulation:
     """Simulates the service of a trace.
 
@@ -270,6 +274,7 @@ def simulate(
         clock: gives the cost of a step; None: the deployment's step-time model.
         predict: predicts the number of tokens of a request for the router; None: the mean of those that ended.
         governor: caps the power of all engines together; None: no cap.
+        host: seconds until the device of an engine that has nothing to do begins with a request.
 
     Raises:
         DeploymentError: the model does not fit, or a request is longer than the engines' sequences.
@@ -279,7 +284,9 @@ def simulate(
             f"the longest request of {trace.name} has {trace.longest:,} tokens; the engines' sequences have "
             f"{deployment.spec.max_len:,}: give max_len = {trace.longest} or more."
         )
-    engines = [SimulatedEngine(deployment, clock, policy() if policy else None) for _ in range(deployment.engines)]
+    engines = [
+        SimulatedEngine(deployment, clock, policy() if policy else None, host) for _ in range(deployment.engines)
+    ]
     if governor is not None:
         for number, one in enumerate(engines):
             one.runner.clock = governor.clock(number, one.runner)

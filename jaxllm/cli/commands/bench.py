@@ -41,6 +41,7 @@ def bench_model(argv: list[str]) -> int:
         kv_keep: str = "all",
         weights: str = "plain",
         offload: str | None = None,
+        record: Path | None = None,
         tiers: Path | None = None,
         tiers_disk: Path | None = None,
     ) -> int:
@@ -77,6 +78,8 @@ def bench_model(argv: list[str]) -> int:
                 mxfp4: matrices are rounded to that format after loading; experts_int2: those of experts alone.
             offload: a model that the device has no room for, as for `jaxllm generate` (docs/serve/offload.md); it has
                 no roofline.
+            record: measure instead the steps of an engine that serves batches up to the largest of these, of sequences
+                of up to --prompt + --tokens, and write their times to a file, for `jaxllm simulate --steps FILE`.
             tiers: measure instead how fast layers compute at these batch sizes, and come from host memory and from
                 files, and write that to a file, for `--offload fit,rates=FILE` (docs/serve/offload.md). The model need
                 not fit.
@@ -89,6 +92,10 @@ def bench_model(argv: list[str]) -> int:
 
         if min((*batches, prompt, rounds)) < 1 or tokens < 2:
             raise UsageError("give --batches, --prompt and --rounds of 1 or more, and --tokens of 2 or more.")
+        if record is not None:
+            if tiers is not None or offload is not None or speculate is not None or kv_keep != "all":
+                raise UsageError("--record measures plain steps; leave --tiers, --offload, --speculate, --kv-keep out.")
+            return record_engine(model, record, dtype, layers, weights, batches, prompt + tokens, kv_format, rounds)
         if offload is not None and (tiers is not None or layers != "stacked"):
             raise UsageError("--offload streams layers; leave --tiers and --layers out.")
         check_offload(offload, None)
@@ -115,6 +122,37 @@ def bench_model(argv: list[str]) -> int:
         return 0
 
     return parse_command(run, argv, "jaxllm bench")
+
+
+def record_engine(
+    model: str,
+    file: Path,
+    dtype: Literal["float32", "bfloat16"] | None,
+    layers: Literal["stacked", "apart"],
+    weights: str,
+    batches: tuple[int, ...],
+    length: int,
+    kv_format: KvFormat,
+    rounds: int,
+) -> int:
+    """Measures the steps of an engine, prints their times and writes them to a file."""
+    from jaxllm.infer.engine_config import EngineConfig
+    from jaxllm.infer.kv_cache_options import with_kv_cache
+    from jaxllm.simulate.recorded import record_steps
+
+    loaded = load_with_progress(model, dtype, layers, weights=weights)
+    page = 32
+    sizes = EngineConfig(
+        max_sequences=max(batches), max_batched_tokens=max(256, *batches), max_len=length, samplers=("plain",),
+        prefix_cache=False, page_size=page, pages=max(batches) * (1 + -(-length // page)),
+    )  # fmt: skip
+    found = record_steps(
+        loaded, with_kv_cache(sizes, kv_format, "all"), model, rounds=rounds,
+        tell=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True),
+    )  # fmt: skip
+    found.write(file)
+    print(found)
+    return 0
 
 
 def bench_serve(argv: list[str]) -> int:

@@ -12,7 +12,8 @@ from jaxllm.cli.errors import UsageError
 from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model, with_attention_pool
 
 if TYPE_CHECKING:
-    from jaxllm.simulate import RequestTrace, Simulation
+    from jaxllm.simulate import Deployment, RequestTrace, Simulation
+    from jaxllm.simulate.recorded import RecordedSteps
     from jaxllm.simulate.routing import Router
 
 
@@ -48,6 +49,7 @@ def simulate(argv: list[str]) -> int:
         extra_servers: float = 0.0,
         prefixes: int = 0,
         prefix_tokens: int = 0,
+        steps: Path | None = None,
         curve: bool = True,
         price: str = "",
         hardware: Path | None = None,
@@ -94,6 +96,8 @@ def simulate(argv: list[str]) -> int:
                 in --on, under a power cap; half of the requests and engines have low priority.
             prefixes: number of prefixes of which each request has one.
             prefix_tokens: length of these prefixes, in addition to the prompts.
+            steps: file of `jaxllm bench MODEL --record FILE`: a step takes as long as was measured there, on one device
+                of --on, in place of the formula.
             curve: also serve the trace at other rates, up to the largest that meets the objective (open loop).
             price: dollars an hour of one device, such as h200=2.5; the table's list prices by default.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
@@ -133,6 +137,11 @@ def simulate(argv: list[str]) -> int:
             deployment = with_attention_pool(deployment, pools, overlap, mesh)
         elif overlap != "none":
             raise UsageError("--overlap is simulated with an attention pool alone: give --pools, or leave it out.")
+        clock = None
+        if steps is not None:
+            if pools is not None or extra_servers:
+                raise UsageError("--steps has the times of one device; leave --pools and --extra-servers out.")
+            clock = measured_clock(steps, deployment)
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
@@ -140,7 +149,10 @@ def simulate(argv: list[str]) -> int:
             return mixing_penalty(deployment) if name == "mixing-penalty" else ROUTERS[name]()
 
         def served(what: RequestTrace, name: str = "shortest-queue" if router == "all" else router) -> Simulation:
-            return run_simulation(deployment, what, router=make_router(name), policy=make_policy)
+            host = 0.0 if clock is None else clock.host
+            return run_simulation(
+                deployment, what, router=make_router(name), policy=make_policy, clock=clock, host=host
+            )
 
         simulation = served(requested)
         figures, knee, tried = simulation.figures(objective), None, []
@@ -160,3 +172,26 @@ def simulate(argv: list[str]) -> int:
         return 0
 
     return parse_command(run, argv, "jaxllm simulate")
+
+
+def measured_clock(file: Path, deployment: Deployment) -> RecordedSteps:
+    """Step clock of a file of measured steps, for engines of one device.
+
+    Raises:
+        UsageError: engines have several devices, or the steps were measured with too small batches.
+        ValueError: the file has none.
+    """
+    from jaxllm.simulate.recorded import RecordedSteps
+
+    found, sizes = RecordedSteps.read(file), deployment.engine
+    if deployment.engine_devices > 1:
+        raise UsageError(
+            f"--steps are of one device, and an engine has {deployment.engine_devices}: give --mesh tensor=1."
+        )
+    most = max((one.rows for one in found.programs if one.decode), default=0)
+    if sizes.decode_buckets and sizes.decode_buckets[-1] > most:
+        raise UsageError(
+            f"--steps {file} has decode programs of up to {most} rows, and --max-sequences {sizes.max_sequences} needs "
+            "more: give a smaller one, or record larger --batches."
+        )
+    return found
