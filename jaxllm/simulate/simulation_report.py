@@ -20,6 +20,7 @@ RateCurve = Sequence[tuple[float, Figures]]
 def use_lines(figures: Figures) -> list[tuple[str, str]]:
     """(name, value) of what the devices did and what it cost; "-" where price or watts are not known."""
     price, joules = figures["dollars_per_million_tokens"], figures["joules_per_token"]
+    parts = ", ".join(f"{k} {v:.0%}" for k, v in figures["time"].items())
     return [
         ("prompt tokens/s", f"{figures['prompt_tokens_per_second']:,.0f}"),
         ("goodput per device", f"{figures['goodput_per_device']:.3g} requests/s"),
@@ -27,7 +28,7 @@ def use_lines(figures: Figures) -> list[tuple[str, str]]:
         ("KV cache in use", f"{figures['cache_use']:.0%} on average, {figures['cache_peak']:.0%} at most"),
         ("prompt tokens from the prefix cache", f"{figures['prefix_hit_share']:.0%}"),
         ("preemptions", f"{figures['preemptions']:,}"),
-        ("devices busy", f"{figures['busy']:.0%}: " + ", ".join(f"{k} {v:.0%}" for k, v in figures["time"].items())),
+        ("devices busy", f"{figures['busy']:.0%}" + (f": {parts}" if parts else "")),
         ("cost per million output tokens", "-" if price is None else f"${price:,.2f}"),
         ("energy per output token", "-" if joules is None else f"{joules:.2f} J"),
     ]
@@ -76,8 +77,10 @@ def html_report(simulation: Simulation, figures: Figures, curve: RateCurve = (),
         '<div class="tiles">'
         + "".join(f'<div class="tile"><b>{b}</b><span class="soft">{a}</span></div>' for a, b in tiles)
         + "</div>",
-        stacked_bar([(k, float(v), i) for i, (k, v) in enumerate(figures["time"].items())], title="time of steps"),
     ]
+    if figures["time"]:
+        parts = [(k, float(v), i) for i, (k, v) in enumerate(figures["time"].items())]
+        body.append(stacked_bar(parts, title="time of steps"))
     if curve:
         body.append('<h2>Over the rate</h2><div class="grid-of">' + "".join(map(_panel, rate_charts(curve, knee))))
         body.append("</div>")

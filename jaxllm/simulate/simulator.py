@@ -215,7 +215,8 @@ class Simulation:
     def figures(self, slo: ServiceObjective, power: PowerModel | None = None) -> dict[str, Any]:
         """Figures of the service: those of ``jaxllm bench serve``, and use of the devices, cost and energy.
 
-        ``dollars_per_million_tokens`` and the energies are None where price or watts of the devices are not known.
+        ``dollars_per_million_tokens`` and the energies are None where price or watts of the devices are not known; the
+        energies, and the parts of ``time``, are not known of steps whose times were measured as a whole.
         """
         found = summary(self.results, slo.ttft, slo.tpot)
         steps = [step for own in self.engines for step in own]
@@ -225,7 +226,8 @@ class Simulation:
         busy = sum(step.cost.seconds for step in steps)
         per_hour = self.deployment.dollars_per_hour
         costs = [step.cost for step in steps]
-        joules = self.deployment.joules(costs, len(self.engines) * seconds, power or PowerModel())
+        parts = ("compute", "memory", "network", "launch") if any(cost.flops for cost in costs) else ()
+        joules = self.deployment.joules(costs, len(self.engines) * seconds, power or PowerModel()) if parts else None
         found |= {
             "slo": {"ttft": slo.ttft, "tpot": slo.tpot, "share": slo.share},
             "devices": devices,
@@ -238,10 +240,7 @@ class Simulation:
             "cache_use": _weighted([s.cache_use for s in steps], [s.cost.seconds for s in steps]),
             "cache_peak": max((s.cache_use for s in steps), default=0.0),
             "batch": _weighted([sum(map(len, s.chunks)) for s in steps], [s.cost.seconds for s in steps]),
-            "time": {
-                part: sum(getattr(step.cost, part) for step in steps) / busy
-                for part in ("compute", "memory", "network", "launch")
-            },
+            "time": {part: sum(getattr(cost, part) for cost in costs) / busy for part in parts},
             "dollars_per_million_tokens": None if per_hour is None else per_hour * seconds / 3600 / tokens * 1e6,
             "kilowatt_hours": None if joules is None else joules / 3.6e6,
             "joules_per_token": None if joules is None else joules / tokens,

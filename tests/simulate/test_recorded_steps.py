@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -64,6 +65,14 @@ def test_times_are_those_of_the_steps(known: RecordedSteps, tmp_path: Path) -> N
     assert "decode 8" in str(known)
 
 
+def test_steps_of_one_context_do_not_tell_its_time() -> None:
+    steps = [MeasuredStep(32, False, 1, context, 0.1) for context in (20.0, 21.0, 22.0)]
+    (one,) = RecordedSteps.fit("m", "d", steps).programs
+    assert (one.fixed, one.of_context) == (pytest.approx(0.1), 0.0)
+    (one,) = RecordedSteps.fit("m", "d", [*steps, MeasuredStep(32, False, 1, 1021.0, 1.1)]).programs
+    assert one.of_context == pytest.approx(1e-3, rel=0.05)
+
+
 def test_what_was_not_measured_is_refused(known: RecordedSteps, tmp_path: Path) -> None:
     batch = [BatchWork.of([10], [1])]
     with pytest.raises(ValueError, match="16 rows, and decode programs were measured with 4, 8"):
@@ -95,7 +104,7 @@ def test_steps_of_an_engine_are_recorded() -> None:
 @pytest.mark.drawn(1)
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "jit", quick.jit)
-    file, sizes = tmp_path / "steps.json", ["--batches", "2", "--prompt", "20", "--tokens", "12", "--rounds", "1"]
+    file, sizes = tmp_path / "steps.json", ["--batches", "2", "--prompt", "20", "--tokens", "12", "--rounds", "3"]
     config = decoder_config(SOURCE)
     export_hf(HubModel(config, quick.params(config), SOURCE), tmp_path / "model")
     ByteTokenizer().save(tmp_path / "model")
@@ -103,12 +112,25 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
     assert cli.main(["bench", model, *sizes, "--record", str(file)]) == 0
     assert "decode 2" in capsys.readouterr().out
     asked = ["simulate", "llama3_8b", "--on", "h100:1", "--trace", "uniform:5", "--lengths", "8/8", "--requests", "20"]
-    asked += ["--steps", str(file), "--max-batched-tokens", "256", "--json", str(tmp_path / "found.json")]
-    assert cli.main([*asked, "--max-sequences", "2"]) == 0
+    asked += ["--steps", str(file), "--json", str(tmp_path / "found.json")]
+    fits = ["--max-sequences", "2", "--max-batched-tokens", "40"]
+    assert cli.main([*asked, *fits, "--html", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert f"steps: those of {model}, measured on cpu" in said
+    assert re.search(r"devices busy +\d+%\n", said)  # by what is not known of measured steps
+    assert re.search(r"energy per output token +-\n", said)
+    assert "time of steps" not in (tmp_path / "page.html").read_text()
     found = json.loads((tmp_path / "found.json").read_text())
     prompt = next(one for one in RecordedSteps.read(file).programs if not one.decode)
     assert found["ttft"]["p50"] == pytest.approx(prompt.seconds(1, 8) + RecordedSteps.read(file).host, rel=0.01)
-    assert cli.main([*asked, "--max-sequences", "4"]) == 2
-    assert "--max-sequences 4 needs more" in capsys.readouterr().err
-    assert cli.main([*asked, "--max-sequences", "2", "--extra-servers", "0.3"]) == 2
-    assert cli.main(["bench", model, "--record", str(file), "--speculate", "ngram"]) == 2
+    for wrong, refused in (
+        (["--max-sequences", "4", "--max-batched-tokens", "40"], "--max-sequences 4 needs 4"),
+        (["--max-sequences", "2"], "--max-batched-tokens 2048 needs 2048"),
+        ([*fits, "--extra-servers", "0.3"], "leave --pools, --extra-servers and --host-ms out"),
+        ([*fits, "--host-ms", "1"], "leave --pools, --extra-servers and --host-ms out"),
+    ):
+        assert cli.main([*asked, *wrong]) == 2
+        assert refused in capsys.readouterr().err
+    for wrong in (["--speculate", "ngram"], ["--tiers-disk", str(tmp_path)], ["--kv-keep", "chai"]):
+        assert cli.main(["bench", model, "--record", str(file), *wrong]) == 2
+        assert f"leave {wrong[0]} out" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -14,6 +14,9 @@ from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_speculation, load_with_progress
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.infer.kv_cache_options import KvFormat
+
+if TYPE_CHECKING:
+    from jaxllm.convert.load import LoadedModel
 
 
 def bench(argv: list[str]) -> int:
@@ -79,7 +82,8 @@ def bench_model(argv: list[str]) -> int:
             offload: a model that the device has no room for, as for `jaxllm generate` (docs/serve/offload.md); it has
                 no roofline.
             record: measure instead the steps of an engine that serves batches up to the largest of these, of sequences
-                of up to --prompt + --tokens, and write their times to a file, for `jaxllm simulate --steps FILE`.
+                of up to --prompt + --tokens, with as many tokens in a step as their prompts have, up to 2048, and write
+                their times to a file, for `jaxllm simulate --steps FILE`.
             tiers: measure instead how fast layers compute at these batch sizes, and come from host memory and from
                 files, and write that to a file, for `--offload fit,rates=FILE` (docs/serve/offload.md). The model need
                 not fit.
@@ -93,9 +97,14 @@ def bench_model(argv: list[str]) -> int:
         if min((*batches, prompt, rounds)) < 1 or tokens < 2:
             raise UsageError("give --batches, --prompt and --rounds of 1 or more, and --tokens of 2 or more.")
         if record is not None:
-            if tiers is not None or offload is not None or speculate is not None or kv_keep != "all":
-                raise UsageError("--record measures plain steps; leave --tiers, --offload, --speculate, --kv-keep out.")
-            return record_engine(model, record, dtype, layers, weights, batches, prompt + tokens, kv_format, rounds)
+            others = {
+                "--tiers": tiers, "--tiers-disk": tiers_disk, "--offload": offload, "--speculate": speculate,
+                "--kv-keep": None if kv_keep == "all" else kv_keep,
+            }  # fmt: skip
+            if given := [name for name, value in others.items() if value is not None]:
+                raise UsageError(f"--record measures plain steps; leave {', '.join(given)} out.")
+            loaded = load_with_progress(model, dtype, layers, weights=weights)
+            return record_engine(loaded, model, record, max(batches), prompt, tokens, kv_format, rounds)
         if offload is not None and (tiers is not None or layers != "stacked"):
             raise UsageError("--offload streams layers; leave --tiers and --layers out.")
         check_offload(offload, None)
@@ -125,26 +134,17 @@ def bench_model(argv: list[str]) -> int:
 
 
 def record_engine(
-    model: str,
-    file: Path,
-    dtype: Literal["float32", "bfloat16"] | None,
-    layers: Literal["stacked", "apart"],
-    weights: str,
-    batches: tuple[int, ...],
-    length: int,
-    kv_format: KvFormat,
-    rounds: int,
+    loaded: LoadedModel, model: str, file: Path, batch: int, prompt: int, tokens: int, kv_format: KvFormat, rounds: int
 ) -> int:
     """Measures the steps of an engine, prints their times and writes them to a file."""
     from jaxllm.infer.engine_config import EngineConfig
     from jaxllm.infer.kv_cache_options import with_kv_cache
     from jaxllm.simulate.recorded import record_steps
 
-    loaded = load_with_progress(model, dtype, layers, weights=weights)
     page = 32
     sizes = EngineConfig(
-        max_sequences=max(batches), max_batched_tokens=max(256, *batches), max_len=length, samplers=("plain",),
-        prefix_cache=False, page_size=page, pages=max(batches) * (1 + -(-length // page)),
+        max_sequences=batch, max_batched_tokens=max(batch, min(2048, batch * prompt)), max_len=prompt + tokens,
+        samplers=("plain",), prefix_cache=False, page_size=page, pages=batch * (1 + -(-(prompt + tokens) // page)),
     )  # fmt: skip
     found = record_steps(
         loaded, with_kv_cache(sizes, kv_format, "all"), model, rounds=rounds,

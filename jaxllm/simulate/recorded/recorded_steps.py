@@ -25,6 +25,8 @@ from jaxllm.plan.formulas.serving_step import BatchWork, StepCost
 
 LEAST_STEPS = 3
 """Steps of a program from which its time is told."""
+CONTEXT_SPREAD = 2.0
+"""The longest context of a program's steps over the shortest, from which the time of a token of context is told."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ class ProgramTimes:
         seconds = np.asarray([one.seconds for one in steps])
         # A step with one pass tells a fixed time from that of a pass only beside others with more.
         passes = [one.passes if one.decode else 0 for one in steps]
-        terms = np.asarray([[1.0, many, one.context] for many, one in zip(passes, steps, strict=True)])
+        contexts = np.asarray([one.context / one.passes for one in steps])
+        # Nor do steps of one context tell what more of it would take.
+        told = float(contexts.max() >= CONTEXT_SPREAD * contexts.min())
+        terms = np.asarray([[1.0, many, told * one.context] for many, one in zip(passes, steps, strict=True)])
         fitted = seconds
         for _ in range(4):  # shares of what was measured would favour steps that were fast by chance
             found, _ = optimize.nnls(terms / fitted[:, None], seconds / fitted)

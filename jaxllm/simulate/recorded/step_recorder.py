@@ -114,7 +114,7 @@ def record_steps(
     """
     engine = Engine.of(loaded.model, loaded.params, config, mesh=loaded.mesh, longest=loaded.longest, strict=True)
     rng, recorder = np.random.default_rng(0), StepRecorder()
-    tokens = 2 * config.decode_steps + 2
+    tokens = max(2, min(2 * config.decode_steps + 2, engine.max_len // 4))
     room = max(1, engine.max_len - tokens)
     lengths = sorted({*config.prompt_buckets, 1, room // 4, room // 2, room})
     lengths = [length for length in lengths if length <= room]
@@ -123,16 +123,25 @@ def record_steps(
         with recorder.of(engine):
             for many in config.decode_buckets or (config.max_sequences,):
                 tell(f"batches of {many}, round {number} of {rounds}" if number else f"warming up, batches of {many}")
-                for length in lengths:
-                    serve_batch(engine, rng, many, length, tokens)
+                for length, later in zip(lengths, reversed(lengths), strict=True):
+                    serve_batch(engine, rng, (many, length), (many // 2, later), tokens)
     engine.runner.close()
     return recorder.fit(name)
 
 
-def serve_batch(engine: Engine, rng: np.random.Generator, many: int, length: int, tokens: int) -> None:
-    """Serves random prompts of one length, which generate fewer and fewer tokens."""
-    for number in range(many):
-        params = SamplingParams(max_tokens=max(2, tokens - number % 4), temperature=0.0, ignore_eos=True)
-        engine.submit(rng.integers(0, engine.vocab_size, length), params)
+def serve_batch(
+    engine: Engine, rng: np.random.Generator, first: tuple[int, int], later: tuple[int, int], tokens: int
+) -> None:
+    """Serves random prompts, a number of one length and, when one of these has ended, a number of another.
+
+    So steps with prompts have sequences that decode beside them too, of other contexts.
+    """
+    for many, length in (first, later):
+        for number in range(many):
+            params = SamplingParams(max_tokens=max(2, tokens - number % 4), temperature=0.0, ignore_eos=True)
+            engine.submit(rng.integers(0, engine.vocab_size, length), params)
+        ended = False
+        while engine.busy and not ended:
+            ended = any(delta.finish is not None for delta in engine.step())
     while engine.busy:
         engine.step()

@@ -36,11 +36,11 @@ def drawn(rng: np.random.Generator) -> tuple[ModelBytes, TierRates, TierLimits]:
         tuple(rng.uniform(0, 0.1, 3).tolist()),
         host=float(total * 10 ** rng.uniform(-1, 3)),
         disk=tuple(np.sort(total * 10 ** rng.uniform(-2, 2, 2)).tolist()),
-        disk_shares=tuple(map(tuple, rng.uniform(0.3, 1, (2, 3)).tolist())),
     )
     limits = TierLimits(
         float(rng.uniform(0.2, 2) * total), float(rng.uniform(0.1, 1.2) * total),
         Path("d") if rng.random() < 0.7 else None, length=int(rng.integers(1, 10)),
+        loaders=int(rng.integers(1, 4)),
     )  # fmt: skip
     return model, rates, limits
 

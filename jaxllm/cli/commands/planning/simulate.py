@@ -97,7 +97,7 @@ def simulate(argv: list[str]) -> int:
             prefixes: number of prefixes of which each request has one.
             prefix_tokens: length of these prefixes, in addition to the prompts.
             steps: file of `jaxllm bench MODEL --record FILE`: a step takes as long as was measured there, on one device
-                of --on, in place of the formula.
+                of --on, in place of the formula; then model and formats count for the memory alone.
             curve: also serve the trace at other rates, up to the largest that meets the objective (open loop).
             price: dollars an hour of one device, such as h200=2.5; the table's list prices by default.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
@@ -139,9 +139,12 @@ def simulate(argv: list[str]) -> int:
             raise UsageError("--overlap is simulated with an attention pool alone: give --pools, or leave it out.")
         clock = None
         if steps is not None:
-            if pools is not None or extra_servers:
-                raise UsageError("--steps has the times of one device; leave --pools and --extra-servers out.")
+            if pools is not None or extra_servers or host_ms:
+                raise UsageError(
+                    "--steps are of one device and its host; leave --pools, --extra-servers and --host-ms out."
+                )
             clock = measured_clock(steps, deployment)
+            print(f"steps: those of {clock.model}, measured on {clock.device}")
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
@@ -188,10 +191,15 @@ def measured_clock(file: Path, deployment: Deployment) -> RecordedSteps:
         raise UsageError(
             f"--steps are of one device, and an engine has {deployment.engine_devices}: give --mesh tensor=1."
         )
-    most = max((one.rows for one in found.programs if one.decode), default=0)
-    if sizes.decode_buckets and sizes.decode_buckets[-1] > most:
-        raise UsageError(
-            f"--steps {file} has decode programs of up to {most} rows, and --max-sequences {sizes.max_sequences} needs "
-            "more: give a smaller one, or record larger --batches."
-        )
+    for kind, needed, option in (
+        (True, sizes.decode_buckets, f"--max-sequences {sizes.max_sequences}"),
+        (False, sizes.prompt_buckets, f"--max-batched-tokens {sizes.max_batched_tokens}"),
+    ):
+        most = max((one.rows for one in found.programs if one.decode == kind), default=0)
+        if needed and needed[-1] > most:
+            programs = f"{'decode' if kind else 'prompt'} programs of up to {most} rows"
+            raise UsageError(
+                f"--steps {file} has {programs}, and {option} needs {needed[-1]}: give a smaller one, or record larger "
+                "--batches and a longer --prompt."
+            )
     return found
