@@ -47,7 +47,7 @@ def test_a_predictor_takes_so_many_of_the_active_ones(rng):
         taken = h @ router + bias > 0
         for one in range(4):
             found = taken[active[:, one], one].mean()
-            assert recall <= found <= recall + 2 / active[:, one].sum()
+            assert recall <= found <= recall + 6 / active[:, one].sum()  # thresholds have a margin for rounding
         assert not taken[:, 4].any()
         assert bias[4] == -NEVER
     assert fit_predictor(h, active, 1e-17)[1].shape == (5,)
