@@ -41,7 +41,11 @@ def solve_placement(request: FitRequest, model: ModelBytes, sequences: int, adap
         if limits.disk is not None and sum(model.units) > limits.host:
             rates = rates.cold()  # the page cache has no room for the files
         batches = sorted({2**n for n in range(sequences.bit_length())} | {sequences})
-        found = fit(model, rates, limits, batches, request.windows, request.loaders)
+        slots = None if request.slots is None else [request.slots]
+        most = 0 if model.mixtures is None else model.mixtures.experts
+        if request.slots is not None and request.slots > most:
+            raise ValueError(f"experts = {request.slots}; the model has {most} experts a layer that may have slots.")
+        found = fit(model, rates, limits, batches, request.windows, request.loaders, slots)
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
     best = max(found, key=lambda one: one.tokens_per_second)

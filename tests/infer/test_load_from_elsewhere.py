@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxllm import cli
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, find_model
 from jaxllm.infer import LLM, Chat, EngineConfig, ModelNotFoundError, SamplingParams, load_model, single_user_config
+from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.tier_rates import TierRates
 from jaxllm.text import ByteTokenizer
 from tests import quick
 
@@ -80,6 +83,46 @@ def test_a_streamed_model_writes_the_same(tmp_path: Path, capsys: pytest.Capture
         assert "--offload" in capsys.readouterr().err
     assert cli.main([*command, "--offload", "window=2,experts=1", "--mesh", "tensor=8"]) == 2
     assert "leave --mesh out" in capsys.readouterr().err
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "head_dim": 4, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+@pytest.mark.drawn(0.5)
+def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Measured, solved, written: where whole layers would wait for the host, experts get slots; the text stays."""
+    model, rates = save(tmp_path / "model", **MIXTURE), tmp_path / "rates.json"
+    whole = ("--tiers-disk", str(tmp_path), "--batches", "1", "2", "--prompt", "4")
+    assert cli.main(["bench", model, "--tiers", str(rates), *whole]) == 0
+    assert "in slots ms" in capsys.readouterr().out
+    measured = TierRates.read(rates)
+    assert len(measured.slot_seconds) == len(measured.tokens)
+    assert measured.expert_load > 0
+    # A link so slow that only bytes count: the most slots that fit beside the rest of the layers.
+    dataclasses.replace(
+        measured, host=1e3, disk=(1e3,), disk_cold=(), expert_load=1.0, slowdowns=(), disk_shares=()
+    ).write(rates)
+    command = ["generate", model, "--prompt", "Hello", "--max-tokens", "6", "--temperature", "0"]
+    said = []
+    limits = f"fit,device=70KiB,length=64,rates={rates}"
+    for offload in (
+        (),
+        ("--offload", f"{limits},host=1MiB"),
+        ("--offload", f"{limits},host=20KiB,disk={tmp_path / 'd'}"),
+    ):
+        assert cli.main([*command, *offload]) == 0
+        out, err = capsys.readouterr()
+        said.append(out)
+        if offload:
+            chosen = OffloadBudget.parse(err.partition("chosen for batches of 1: --offload ")[2].split()[0])
+            assert 1 <= chosen.experts < 4
+            assert (chosen.experts_host is None) == ("disk" not in offload[1])
+            assert f"; {chosen.experts} experts of each mixture, the others" in err
+    assert said[0].startswith("Hello")
+    assert said == [said[0]] * 3
 
 
 @pytest.mark.drawn(1)

@@ -15,6 +15,8 @@ import pytest
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.tier_options import solve_placement
 from jaxllm.infer.streaming import tier_benchmark
+from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
+from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes
 from jaxllm.infer.streaming.fit_request import FitRequest
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import model_bytes
@@ -27,6 +29,7 @@ from jaxllm.infer.streaming.placement_fit import (
     fit,
     predict,
     room,
+    show,
     solve,
 )
 from jaxllm.infer.streaming.step_timeline import step_time
@@ -132,10 +135,13 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     assert FitRequest.parse("window=2,device=4GiB") is None
     asked = FitRequest.parse("fit,device=2MiB,host=1MiB,disk=d,rates=r,length=64,window=3,loaders=4")
     assert asked == FitRequest(2 << 20, 1 << 20, DISK, Path("r"), 64, (3,), (4,))
+    assert FitRequest.parse("fit,experts=3") == FitRequest(slots=3)
     assert FitRequest.parse("fit,host=1GiB") == FitRequest(host=1 << 30)
     assert FitRequest.parse("fit,disk=d") == FitRequest(disk=DISK, loaders=LOADERS)
     for text, said in (
-        ("fit,experts=2", "whole layers"),
+        ("fit,absent=host,experts=2", "slots which load them"),
+        ("fit,experts=2,batches=4", "batches by turns"),
+        ("fit,experts_host=2", "fit finds that"),
         ("fit,length=x", "number of tokens"),
         ("fit,device=much", "no part"),
         ("fit,rates=", "no part"),
@@ -150,6 +156,12 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     beside = dataclasses.replace(RATES, disk_cold=(5.0,), slowdowns=((1.0, 2.0),), disk_shares=((0.5, 1.0),))
     beside.write(file)
     assert TierRates.read(file) == beside
+    in_slots = dataclasses.replace(RATES, slot_seconds=(1.5, 3.0), expert_load=0.25)
+    in_slots.write(file)
+    assert TierRates.read(file) == in_slots
+    assert (in_slots.slot_layers(8), RATES.slot_layers(8)) == (3.0, 2.0)
+    assert "an expert to its slot 250.00 ms" in str(in_slots)
+    assert "3000.00" in str(in_slots)
     assert (beside.cold().disk, RATES.cold().disk) == ((5.0,), (50.0,))
     assert (beside.slowdown(1, 1), beside.slowdown(8, 3), beside.disk_share(1, 2)) == (1.0, 2.0, 0.5)
     assert "1.00 x,  50%" in str(beside)
@@ -157,6 +169,8 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         ({"slowdowns": ((1.0,),)}, "slowdowns needs a row"),
         ({"disk_shares": ((1.0, 1.0),) * 2}, "disk_shares needs a row"),
         ({"disk": ()}, "one loader at least"),
+        ({"slot_seconds": (1.0,)}, "slot_seconds needs as many"),
+        ({"expert_load": -1.0}, "above 0"),
         ({"disk_cold": (1.0, 2.0)}, "cold ones for as many"),
         ({"disk": (0.0,)}, "above 0"),
     ):
@@ -197,6 +211,16 @@ def test_data_sheets_give_the_roofline():
     assert slow.layers(2) == pytest.approx(0.1 * (0.2 + 0.8 * 7 / 16))
 
 
+def test_a_request_for_more_slots_than_experts_is_refused(tmp_path):
+    RATES.write(tmp_path / "rates.json")
+    request = FitRequest(650, 10**4, rates=tmp_path / "rates.json", length=10, slots=9)
+    with pytest.raises(UsageError, match="8 experts a layer"):
+        solve_placement(request, MIXTURE, 1)
+    with pytest.raises(UsageError, match="0 experts a layer"):
+        solve_placement(request, MODEL, 1)
+    assert solve_placement(dataclasses.replace(request, slots=3), MIXTURE, 1).experts == 3
+
+
 def test_bytes_of_a_mixture():
     """deepseek_v3 of the tests: a dense layer, then two of 6 experts, of which a token uses 2."""
     model = functional(engines.model_of("deepseek_v3", "float32"))
@@ -207,6 +231,78 @@ def test_bytes_of_a_mixture():
     assert found.expert_parameters < found.parameters
     assert found.routed == pytest.approx(1 / 3)
     assert found.token == 3 * (8 + 4) * 4  # a latent and a rope key of each layer
+
+
+MIXTURE = ModelBytes((100,) * 10, 50, 1, mixtures=MixtureBytes((20,) * 10, 100, 10, 8, 0.25, 10))
+"""Ten layers of 20 bytes and 8 experts of 10, of which a token takes two."""
+
+
+def test_loads_of_experts_by_chance_are_those_of_slots():
+    """Counted with the engine's slots, on routings by chance: within 3% of the formula, and off where it is changed."""
+    rng = np.random.default_rng(0)
+    for slots in (2, 4, 7, 8):
+        for tokens in (1, 3, 16):
+            one = ExpertSlots(8, slots)
+            loads = []
+            for _ in range(3000):
+                wanted = sorted({int(e) for _ in range(tokens) for e in rng.choice(8, 2, replace=False)})
+                loads.append(sum(not one.has(expert) for expert in wanted))
+                list(one.rounds(wanted))
+            formula = MixtureBytes((1,), 1, 1, 8, 0.25, 1).missing(slots, tokens)
+            assert np.mean(loads[100:]) == pytest.approx(formula, rel=0.03, abs=1e-12)
+    assert MIXTURE.mixtures is not None
+    assert MIXTURE.mixtures.choices() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert MixtureBytes((1,), 1, 1, 128, 0.1, 1).choices() == [16, 32, 48, 64, 80, 96, 112, 128]
+    assert MixtureBytes((1,), 1, 1, 3, 0.1, 1).choices() == [1, 2, 3]
+
+
+def test_a_step_with_slots_by_hand():
+    """4 of 8 experts in slots: a token wants 2 of each of 10 layers, half of which are loaded in 10 / 200 s each."""
+    budget = OffloadBudget(2, 200, experts=4)
+    one = predict(MIXTURE, RATES, budget, 1)
+    assert one.seconds == pytest.approx(1.0 + 0.5 + 10 * 2 * 0.5 * 10 / 200)
+    assert one.bytes == {"device": 200 + 4 * 100, "host": 800, "disk": 0}
+    assert one.limit == "computing"
+    measured = dataclasses.replace(RATES, slot_seconds=(2.0, 4.0), expert_load=0.5)
+    slower = predict(MIXTURE, measured, budget, 1)
+    assert slower.seconds == pytest.approx(2.0 + 0.5 + 10 * 0.5)
+    assert slower.limit == "loads of experts"
+    # Half of the experts in files: half of the loads are reads of 10 / 50 s first.
+    files = dataclasses.replace(budget, disk=DISK, experts_host=400)
+    assert predict(MIXTURE, RATES, files, 1).seconds == pytest.approx(1.5 + 10 * (10 / 200 + 0.5 * 10 / 50))
+    assert predict(MIXTURE, RATES, files, 1).bytes == {"device": 600, "host": 400, "disk": 400}
+    # 8 tokens want 8 (1 - 0.75^8) experts.
+    assert predict(MIXTURE, RATES, budget, 8).seconds == pytest.approx(2.5 + 10 * 4 * (1 - 0.75**8) * 10 / 200)
+    with pytest.raises(ValueError, match="the model has none"):
+        predict(MODEL, RATES, budget, 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "disk"), [(600, 1e4, None), (450, 1e4, None), (700, 500, DISK), (330, 300, DISK)]
+)
+def test_the_number_of_slots_is_the_best_of_all(device, host, disk):
+    """The choice is the fastest of every number given by hand, whole layers among them, and keeps to the limits."""
+    limits = TierLimits(device, host, disk, length=10)
+    for batch in (1, 4):
+        every = {}
+        for slots in range(9):
+            with contextlib.suppress(DoesNotFitError):
+                every[slots] = fit(MIXTURE, RATES, limits, [batch], slots=[slots])[0]
+        (best,) = fit(MIXTURE, RATES, limits, [batch])
+        assert best.seconds == min(one.seconds for one in every.values())
+        assert best.budget.experts > 0  # whole layers wait for 100 bytes of each
+        assert best == every[best.budget.experts] == predict(MIXTURE, RATES, best.budget, batch, 10)
+        for slots, one in every.items():
+            largest = 20 if slots else 100
+            assert one.bytes["device"] + one.budget.window * largest + 50 + batch * 10 <= device
+            in_files = disk is not None
+            assert one.bytes["host"] + in_files * (one.budget.loaders * largest) <= host
+            assert OffloadBudget.parse(str(one.budget)) == one.budget
+        assert "slots" in show([best])
+        assert f" {best.budget.experts} " in show([best]).splitlines()[1]
+    whole = fit(MIXTURE, RATES, TierLimits(1e4, 1e4), [1])[0]
+    assert whole.budget.experts == 0  # all of it fits, and slots are no faster
+    assert all(one.budget.experts == 0 for one in fit(MIXTURE, RATES, dataclasses.replace(limits, batches=2), [1]))
 
 
 def test_rates_of_a_known_device_come_from_its_data_sheet(monkeypatch, tmp_path, capsys):

@@ -2,8 +2,8 @@
 
 ``fit,device=20GiB,host=48GiB,disk=DIR``: here the bytes are limits of everything, weights, window and KV cache.
 Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=TOKENS`` of a sequence, ``prompt=TOKENS``
-of them, ``batches=N``, most batches that take turns in each layer, with their KV cache in any tier; ``window`` and
-``loaders`` as in an offload budget.
+of them, ``batches=N``, most batches that take turns in each layer, with their KV cache in any tier; ``window``,
+``loaders`` and, of mixtures, ``experts`` as in an offload budget.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import LOADERS, WINDOWS, TierLimits
 
 USAGE = (
-    "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,batches=N,window=LAYERS,loaders=THREADS"
+    "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,batches=N,window=LAYERS,loaders=THREADS,"
+    "experts=SLOTS"
 )
 SHARE = 0.9
 """Share of the free memory of device and host that is used where no limit is given."""
@@ -36,6 +37,7 @@ class FitRequest:
         loaders: numbers of threads that read layers to choose from.
         batches: most batches that take turns in each layer, whose KV cache is placed too; None: one, on the device.
         prompt: of ``length``, tokens of the prompt, for a throughput with prefill; None: decoding alone is predicted.
+        slots: experts of each mixture on the device; None: the best number of them, or whole layers.
     """
 
     device: int | None = None
@@ -47,6 +49,7 @@ class FitRequest:
     loaders: tuple[int, ...] = (OffloadBudget.loaders,)
     prompt: int | None = None
     batches: int | None = None
+    slots: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> FitRequest | None:
@@ -64,11 +67,12 @@ class FitRequest:
             name, _, value = part.partition("=")
             if name in ("rates", "length", "prompt") and value and name not in own:
                 own[name] = value
-            elif name in ("experts", "experts_host", "evict", "absent", "slices", "active"):
+            elif name in ("evict", "absent", "slices", "active"):
                 raise ValueError(
-                    f"{part!r}: fit places whole layers, with their experts; leave it out, or give a budget."
+                    f"{part!r}: fit places layers, and experts in slots which load them; leave it out, or give a "
+                    "budget."
                 )
-            elif name in ("kv_device", "kv_host", "kv_tokens", "streams"):
+            elif name in ("experts_host", "kv_device", "kv_host", "kv_tokens", "streams"):
                 raise ValueError(f"{part!r}: fit finds that; leave it out, or give a budget.")
             else:
                 budget.append(part)
@@ -94,6 +98,7 @@ class FitRequest:
             (limits.loaders,) if "loaders" in given else LOADERS if limits.disk else (limits.loaders,),
             int(own["prompt"]) if "prompt" in own else None,
             limits.batches if "batches" in given else None,
+            limits.experts or None,
         )
 
     def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,20 @@ from jaxllm.hub import HubError, find_model
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.streaming.experts.active_slices import ActiveSlices
 from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
-from jaxllm.infer.streaming.layer_store import LayerStore, LoadedLayers, Unit, WithoutExperts, units_of
+from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes
+from jaxllm.infer.streaming.layer_store import (
+    LayerStore,
+    LoadedLayers,
+    Unit,
+    WithoutExperts,
+    split_experts,
+    units_of,
+)
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import ModelBytes
 from jaxllm.infer.streaming.sharded_layers import device_bytes
 from jaxllm.infer.streaming.streamed_adapters import adapter_rank_bytes
-from jaxllm.infer.streaming.streamed_weights import StreamedWeights
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, check_slots
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import HostPackedFormat
 from jaxllm.quant import is_packing
@@ -78,11 +86,14 @@ def open_streamed(
             raise HubError(f"--offload: {error}") from None
         loaded = replace(loaded, model=model)
     units = units_of(loaded.model.config.segments)
-    placed = WithoutExperts(layers) if slots else layers
-    sizes = {s: _bytes_of(placed, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
-    unit_bytes = [sizes[unit.segment] for unit in units]
+    sizes = {s: UnitBytes.of(layers, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
     if not isinstance(budget, OffloadBudget):
-        budget = budget(model_bytes(loaded.model, unit_bytes, ends))
+        of_units = [sizes[unit.segment] for unit in units]
+        mixtures = mixture_bytes(loaded.model, of_units)
+        budget = budget(model_bytes(loaded.model, [one.whole for one in of_units], ends, mixtures))
+    slots = budget.experts > 0
+    placed = WithoutExperts(layers) if slots else layers
+    unit_bytes = [sizes[unit.segment].rest if slots else sizes[unit.segment].whole for unit in units]
     on_device = None
     if mesh is not None and mesh.size > 1:
         host = jax.devices("cpu")[0]
@@ -103,26 +114,68 @@ def open_streamed(
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
 
 
-def model_bytes(model: Functional, unit_bytes: Sequence[int], ends: Any) -> ModelBytes:
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of a unit.
+
+    Attributes:
+        whole: all of it.
+        rest: without experts.
+        experts: number and bytes of the experts of each of its mixtures.
+    """
+
+    whole: int
+    rest: int
+    experts: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, layers: LayerStore, unit: Unit) -> UnitBytes:
+        """Those of a unit of a store, which is read."""
+        tree = layers.read(unit, jax.devices("cpu")[0])
+        rest, found = split_experts(tree)
+        experts = ((jax.tree.leaves(own)[0].shape[0], _bytes_of(own)) for own in found.values())
+        return cls(_bytes_of(tree), _bytes_of(rest), tuple((many, size // many) for many, size in experts))
+
+
+def mixture_bytes(model: Functional, units: Sequence[UnitBytes]) -> MixtureBytes | None:
+    """Bytes of what slots of experts are made of; None: the model has no experts that may have slots."""
+    experts = [one for unit in units for one in unit.experts]
+    try:
+        check_slots(model, WeightPlacement(expert_slots=1))
+    except ValueError:
+        return None
+    sizes, many = [size for _, size in experts], min(many for many, _ in experts)
+    rest = tuple(unit.rest for unit in units)
+    return MixtureBytes(rest, sum(sizes), max(sizes), many, _routed(model), len(experts))
+
+
+def _routed(model: Functional) -> float:
+    """Share of the experts that a token is routed to, in the mean of the mixtures; 1: there are none."""
+    routed = [moe.top_k / moe.experts for moe in model.config.mixtures.values()]
+    return sum(routed) / len(routed) if routed else 1.0
+
+
+def model_bytes(
+    model: Functional, unit_bytes: Sequence[int], ends: Any, mixtures: MixtureBytes | None = None
+) -> ModelBytes:
     """Bytes of a model with units of these sizes, and with these parameters outside of blocks."""
     config = model.config
     leaves = jax.tree_util.tree_leaves_with_path(model.abstract()["segments"])
     of_experts = sum(x.size for path, x in leaves if "'experts'" in jax.tree_util.keystr(path))
-    routed = [moe.top_k / moe.experts for moe in config.mixtures.values()]
     return ModelBytes(
         tuple(unit_bytes),
         sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ends)),
         sum(group.token_bytes() for group in layer_groups(config)),
         sum(x.size for _, x in leaves),
         of_experts,
-        sum(routed) / len(routed) if routed else 1.0,
+        _routed(model),
         config.embed_dim * np.dtype(config.dtype).itemsize,
         adapter_rank_bytes(model),
+        mixtures,
     )
 
 
-def _bytes_of(layers: LayerStore, unit: Unit) -> int:
-    tree = layers.read(unit, jax.devices("cpu")[0])
+def _bytes_of(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -6,8 +6,9 @@ window are enumerated. So is the number of loaders, each of which has a layer's 
 it under a memory budget (arXiv:2409.04249): more read faster, as far as the disk goes, and leave less room for layers
 on the host. Where batches may take turns in each layer, a block of them has the weights read once a step, the shares of
 their KV cache by tier are variables too, and the number of batches and the place of their residual streams are
-enumerated; else the KV cache and the streams are on the device, and their bytes are constants. The result is an
-``OffloadBudget``, as if it had been given by hand.
+enumerated; else the KV cache and the streams are on the device, and their bytes are constants. Where the model is a
+mixture of experts, numbers of slots for these are enumerated too (``slot_fit``). The result is an ``OffloadBudget``, as
+if it had been given by hand.
 
 Legend of the program: d, h, k shares of the weights, and u, v, w those of the KV cache, on device, host and disk; T
 seconds of a step.
@@ -24,6 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.infer.streaming.blocks.cache_placement import PARTS_ON_DEVICE, STREAM_TIERS, StreamTier
+from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes, experts_on_host, load_seconds, rates_with_slots
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.step_timeline import BatchesByTurns, Tier, step_time
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
@@ -53,6 +55,7 @@ class ModelBytes:
         routed: share of the experts that a token is routed to.
         stream: of the residual stream of a token.
         adapter_rank: of a rank of an adapter of all matrices.
+        mixtures: bytes that slots of experts are made of; None: the model has no experts that may have slots.
     """
 
     units: tuple[int, ...]
@@ -63,6 +66,7 @@ class ModelBytes:
     routed: float = 1.0
     stream: int = 0
     adapter_rank: int = 0
+    mixtures: MixtureBytes | None = None
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class FittedPlacement:
     Attributes:
         batch: sequences that decode together.
         budget: the placement.
-        bytes: bytes of layers by tier.
+        bytes: bytes of layers by tier; with experts in slots those in slots count besides where they come from.
         seconds: of a step, predicted by ``step_time``.
         limit: what takes the longest, a name of ``terms``.
         cache: bytes of the KV cache by tier; empty: it is on the device.
@@ -262,7 +266,36 @@ def predict(
         model, rates, budget: what computes where, and how fast.
         batch: sequences of a batch.
         length, page: tokens of a sequence that the KV cache holds, and of a page; they count where that is by tier.
+
+    Raises:
+        ValueError: the budget has slots for experts, and the model has no experts that may have some.
     """
+    if not budget.experts:
+        return _predict_layers(model, rates, budget, batch, length, page)
+    mixtures = model.mixtures
+    if mixtures is None:
+        raise ValueError(f"the budget has {budget.experts} slots for experts, and the model has none: give experts=0.")
+    whole = mixtures.experts * mixtures.slot
+    on_host = whole if budget.experts_host is None else min(whole, budget.experts_host)
+    from_files = 1 - on_host / whole
+    with_slots = rates_with_slots(mixtures, rates, budget.experts, from_files, budget.loaders)
+    one = _predict_layers(_without_experts(model), with_slots, budget, batch, length, page)
+    loads = mixtures.missing(budget.experts, batch) * load_seconds(mixtures, rates, from_files, budget.loaders)
+    longest = "loads of experts" if one.limit == "computing" and loads > with_slots.layers(batch) / 2 else one.limit
+    held = {"device": budget.experts * mixtures.slot, "host": on_host, "disk": whole - on_host}
+    return replace(one, bytes={tier: size + held[tier] for tier, size in one.bytes.items()}, limit=longest)
+
+
+def _without_experts(model: ModelBytes) -> ModelBytes:
+    """The model with layers that have no experts."""
+    assert model.mixtures is not None
+    return replace(model, units=model.mixtures.rest, mixtures=None)
+
+
+def _predict_layers(
+    model: ModelBytes, rates: TierRates, budget: OffloadBudget, batch: int, length: int, page: int
+) -> FittedPlacement:
+    """The prediction for layers that are units of the model, without a look at their experts."""
     placement = budget.placement(model.units)
     tiers = tiers_of(placement, len(model.units))
     held = {tier: sum(b for b, t in zip(model.units, tiers, strict=True) if t == tier) for tier in Tier.__args__}
@@ -300,31 +333,30 @@ def fit(
     batches: Sequence[int],
     windows: Sequence[int] = WINDOWS,
     loaders: Sequence[int] = (),
+    slots: Sequence[int] | None = None,
 ) -> list[FittedPlacement]:
-    """The best placement for each batch size that fits, over windows and numbers of loaders.
+    """The best placement for each batch size that fits, over windows, numbers of loaders and of slots for experts.
 
     Args:
         model, rates, limits: what is placed, how fast it is, and where.
         batches: batch sizes.
         windows: to choose from.
         loaders: to choose from; none: those of ``limits``.
+        slots: to choose from, where 0 are whole layers with their experts; None: those and some numbers up to all
+            experts, where the model has experts that may have slots and batches do not take turns.
 
     Raises:
         DoesNotFitError: none fits.
     """
+    if slots is None:
+        slots = [0, *(model.mixtures.choices() if model.mixtures is not None and limits.batches is None else ())]
     found = []
     for batch in batches:
         ways = []
-        for window, readers, block in itertools.product(windows, loaders or (limits.loaders,), _blocks(batch, limits)):
+        for many, readers in itertools.product(slots, loaders or (limits.loaders,)):
             own = replace(limits, loaders=readers)
-            shares = solve(model, rates, own, block, window)
-            if shares is not None:
-                host = room(model, own, block, window)[1]
-                way = predict(
-                    model, rates, _budget(shares, model, own, host, block, window), batch, limits.length, limits.page
-                )
-                whole = way.bytes["host"] + way.cache.get("host", 0)
-                ways += [way] if whole <= host else []  # whole layers may have no room where shares have
+            for window, block in itertools.product(windows, _blocks(batch, limits)):
+                ways += _ways(model, rates, own, block, window, many)
         if ways:
             found.append(min(ways, key=lambda way: (1 / way.tokens_per_second, *_sizes(way.budget))))
     if not found:
@@ -338,6 +370,36 @@ def fit(
     return found
 
 
+def _ways(
+    model: ModelBytes, rates: TierRates, limits: TierLimits, block: BatchBlock, window: int, slots: int
+) -> list[FittedPlacement]:
+    """The solved placement with so many slots, as a budget and its prediction; empty: it does not fit."""
+    placed, own_rates, own, experts_host = model, rates, limits, None
+    if slots:
+        mixtures = model.mixtures
+        assert mixtures is not None
+        placed = _without_experts(model)
+        device = limits.device - slots * mixtures.slot
+        left = room(placed, replace(limits, device=device), block, window)[0]
+        found = experts_on_host(mixtures, slots, limits.host, left, limits.loaders, limits.disk is not None)
+        if found is None:
+            return []
+        experts_host, host = found
+        own = replace(limits, device=device, host=host)
+        whole = mixtures.experts * mixtures.slot
+        from_files = 0.0 if experts_host is None else 1 - experts_host / whole
+        own_rates = rates_with_slots(mixtures, rates, slots, from_files, limits.loaders)
+    shares = solve(placed, own_rates, own, block, window)
+    if shares is None:
+        return []
+    host = room(placed, own, block, window)[1]
+    budget = replace(_budget(shares, placed, own, host, block, window), experts=slots, experts_host=experts_host)
+    layers = _predict_layers(placed, own_rates, budget, block.batch, limits.length, limits.page)
+    if layers.bytes["host"] + layers.cache.get("host", 0) > host:  # whole layers may have no room where shares have
+        return []
+    return [predict(model, rates, budget, block.batch, limits.length, limits.page)]
+
+
 def _blocks(batch: int, limits: TierLimits) -> list[BatchBlock]:
     """Blocks of batches of a size to choose from: numbers of batches that are powers of two."""
     if limits.batches is None:
@@ -347,7 +409,7 @@ def _blocks(batch: int, limits: TierLimits) -> list[BatchBlock]:
 
 
 def _sizes(budget: OffloadBudget) -> tuple[int, ...]:
-    return budget.batches, budget.window, budget.loaders
+    return budget.experts, budget.batches, budget.window, budget.loaders
 
 
 def _budget(
@@ -375,17 +437,19 @@ def _budget(
 
 
 def show(found: Sequence[FittedPlacement]) -> str:
-    """Table of placements, by batch size; the bytes of the KV cache have columns where it is by tier."""
+    """Table of placements, by batch size; the bytes of the KV cache have columns where it is by tier, slots one."""
     gib = lambda size: f"{size / 2**30:8.2f}"  # noqa: E731
-    by_tier = any(one.cache for one in found)
+    by_tier, in_slots = any(one.cache for one in found), any(one.budget.experts for one in found)
     lines = [
         f"{'batch':>5} {'window':>6} {'loaders':>7} {'device':>8} {'host':>8} {'disk GiB':>8} "
+        + (f"{'slots':>5} " if in_slots else "")
         + (f"{'batches':>7} {'KV here':>8} {'KV host':>8} {'KV disk':>8} {'streams':>7} " if by_tier else "")
         + f"{'ms/step':>9} {'tokens/s':>9}  limit"
     ]
     for one in found:
         cells = [f"{one.batch:5} {one.budget.window:6} {one.budget.loaders:7}"]
         cells += [gib(one.bytes[tier]) for tier in Tier.__args__]
+        cells += [f"{one.budget.experts:5}"] if in_slots else []
         if by_tier:
             cells += [f"{one.budget.batches:7}", *(gib(one.cache[tier]) for tier in Tier.__args__)]
             cells += [f"{one.budget.streams:>7}"]

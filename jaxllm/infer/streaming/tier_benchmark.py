@@ -1,7 +1,8 @@
 """Tier benchmark: measures ``TierRates`` of a model on this machine, without holding all of its layers.
 
 Computing is measured by an engine all of whose layers are a few copies of the first one of their kind, which are on the
-device; the rest of a step by the same engine without layers. Reads are those of the stores that serve.
+device; the rest of a step by the same engine without layers. Reads are those of the stores that serve. Of a mixture an
+engine with all experts of some layers in slots is measured beside it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,18 @@ from jaxllm.convert.load import LoadedModel
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SamplingParams
-from jaxllm.infer.streaming.layer_store import HostLayers, LayerFiles, LayerStore, Unit, units_of
+from jaxllm.infer.streaming.experts.host_experts import HostExperts
+from jaxllm.infer.streaming.layer_store import (
+    HostLayers,
+    LayerFiles,
+    LayerStore,
+    Unit,
+    WithoutExperts,
+    split_experts,
+    units_of,
+)
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
-from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, check_slots
 from jaxllm.infer.streaming.tier_rates import TierRates
 
 FILE_BYTES = 2**31
@@ -98,7 +108,7 @@ def measure_tiers(
     batches = sorted(set(batches))
     loaders = loaders or min(4, os.cpu_count() or 1)
     units = units_of(loaded.model.config.segments)
-    engine = _engine(loaded, layers, units, batches, prompt + 3 * steps)
+    engine = _engine(loaded, _alike_weights(loaded, layers, units), batches, prompt + 3 * steps)
     runner = engine.runner
     assert isinstance(runner, StreamedRunner)
     whole, ends = dict.fromkeys(batches, math.inf), dict.fromkeys(batches, math.inf)
@@ -110,6 +120,10 @@ def measure_tiers(
             runner.units = []
             ends[batch] = min(ends[batch], decode_step_seconds(engine, batch, prompt, steps))
     runner.units = units
+    in_slots: tuple[tuple[float, ...], float] = (), 0.0
+    if (some := _slot_units(loaded, layers, units)) and batches:
+        tell("experts in slots")
+        in_slots = _with_slots(engine, loaded, layers, some, batches, prompt, steps)
     of_layers = [max(whole[batch] - ends[batch], 1e-9) for batch in batches]
     host_device, device = jax.devices("cpu")[0], runner.window.device
     tell("copies from the host")
@@ -132,16 +146,77 @@ def measure_tiers(
             slowdowns.append(tuple(max(1.0, s / whole[batch]) for batch, (s, _) in zip(batches, beside, strict=True)))
             shares.append(tuple(min(1.0, rate / disk[readers - 1]) for _, rate in beside))
     runner.close()
+    longer, of_load = in_slots
+    mixtures = sum(_holds_experts(loaded, unit) for unit in units)
+    slot_seconds = tuple(max(s + mixtures * more, 1e-9) for s, more in zip(of_layers, longer, strict=False))
     return TierRates(
         device.device_kind, tuple(batches), tuple(of_layers), tuple(ends.values()), host, disk, cold,
-        tuple(slowdowns), tuple(shares),
+        tuple(slowdowns), tuple(shares), slot_seconds, of_load,
     )  # fmt: skip
 
 
-def _engine(loaded: LoadedModel, layers: LayerStore, units: list[Unit], batches: Sequence[int], length: int) -> Engine:
-    alike = AlikeLayers(layers)
+def _alike_weights(loaded: LoadedModel, layers: LayerStore, units: list[Unit]) -> StreamedWeights:
     placement = WeightPlacement(1, device_units=len(units))
-    weights = StreamedWeights(loaded.params, units, dict.fromkeys(units, alike), placement)
+    return StreamedWeights(loaded.params, units, dict.fromkeys(units, AlikeLayers(layers)), placement)
+
+
+def _holds_experts(loaded: LoadedModel, unit: Unit) -> bool:
+    group, _ = loaded.model.config.segments[unit.segment]
+    return any(block.mlp.mixture is not None for block in group)
+
+
+def _slot_units(loaded: LoadedModel, layers: LayerStore, units: list[Unit]) -> list[Unit]:
+    """Units of one segment with mixtures, so many that no processor's cache holds them; none: no experts in slots."""
+    try:
+        check_slots(loaded.model, WeightPlacement(expert_slots=1))
+    except ValueError:
+        return []
+    first = next(unit for unit in units if _holds_experts(loaded, unit))
+    many = 1 + COPIED_BYTES // _bytes_of(layers.read(first, jax.devices("cpu")[0]))
+    return [unit for unit in units if unit.segment == first.segment][:many]
+
+
+def _with_slots(
+    engine: Engine,
+    loaded: LoadedModel,
+    layers: LayerStore,
+    units: list[Unit],
+    batches: Sequence[int],
+    prompt: int,
+    steps: int,
+) -> tuple[tuple[float, ...], float]:
+    """How many seconds longer a unit takes with its experts in slots, by batch size, and seconds of a load.
+
+    Args:
+        engine: whose layers have their experts.
+        loaded, layers: the model.
+        units: that compute in both ways.
+        batches, prompt, steps: see ``measure_tiers``.
+    """
+    found = split_experts(layers.read(units[0], jax.devices("cpu")[0]))[1]
+    experts = {(unit, block): HostExperts(own) for block, own in found.items() for unit in units}
+    many = min(len(own) for own in experts.values())
+    placement = WeightPlacement(1, device_units=len(units), expert_slots=many)
+    stores = dict.fromkeys(units, AlikeLayers(WithoutExperts(layers)))
+    slots = _engine(
+        loaded, StreamedWeights(loaded.params, units, stores, placement, experts), batches, prompt + 3 * steps
+    )
+    runner, whole = slots.runner, engine.runner
+    assert isinstance(runner, StreamedRunner)
+    assert isinstance(whole, StreamedRunner)
+    assert runner.experts is not None
+    every, longer = whole.units, []
+    whole.units = units
+    for batch in batches:
+        ways = [min(decode_step_seconds(one, batch, prompt, steps) for _ in range(ROUNDS)) for one in (engine, slots)]
+        longer.append((ways[1] - ways[0]) / len(units))
+    whole.units = every
+    of_load = runner.experts.load_seconds(runner.programs, next(iter(experts)))
+    runner.close()
+    return tuple(longer), of_load
+
+
+def _engine(loaded: LoadedModel, weights: StreamedWeights, batches: Sequence[int], length: int) -> Engine:
     # What memory is left would be too little, were each layer counted that is a copy of another.
     pages = batches[-1] * (1 + -(-length // PAGE))
     config = EngineConfig(

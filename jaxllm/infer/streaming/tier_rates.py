@@ -32,6 +32,9 @@ class TierRates:
         slowdowns: how many times longer a step takes while files are read, more than 1 where both need the processor:
             for each number of loaders, by the tokens of the step; empty: as long.
         disk_shares: shares of their rates at which so many loaders read beside such steps; empty: all of them.
+        slot_seconds: of a mixture, seconds in which all layers compute so many tokens while all their experts are in
+            slots; empty: as without slots.
+        expert_load: seconds of copying an expert to a slot; 0: its bytes by ``host``.
     """
 
     device: str
@@ -43,6 +46,8 @@ class TierRates:
     disk_cold: tuple[float, ...] = ()
     slowdowns: tuple[tuple[float, ...], ...] = ()
     disk_shares: tuple[tuple[float, ...], ...] = ()
+    slot_seconds: tuple[float, ...] = ()
+    expert_load: float = 0.0
 
     def __post_init__(self) -> None:
         many = len(self.tokens)
@@ -57,14 +62,20 @@ class TierRates:
                 raise ValueError(f"tier rates: {name} needs a row for each rate of the disk, of as many as tokens.")
         if not self.disk or (self.disk_cold and len(self.disk_cold) != len(self.disk)):
             raise ValueError("tier rates: give the rate of the disk for one loader at least, cold ones for as many.")
-        beside = (*self.slowdowns, *self.disk_shares)
+        if self.slot_seconds and len(self.slot_seconds) != many:
+            raise ValueError("tier rates: slot_seconds needs as many times as there are token counts, or none.")
+        beside = (*self.slowdowns, *self.disk_shares, self.slot_seconds)
         numbers = (*self.layer_seconds, self.host, *self.disk, *self.disk_cold, *itertools.chain.from_iterable(beside))
-        if min(self.tokens) < 1 or not min(numbers) > 0 or min(self.end_seconds) < 0:
+        if min(self.tokens) < 1 or not min(numbers) > 0 or min(self.expert_load, *self.end_seconds) < 0:
             raise ValueError("tier rates: all token counts, times and rates have to be above 0.")
 
     def layers(self, tokens: int) -> float:
         """Seconds of all layers for a step of so many tokens: linear between measured ones, proportional beyond."""
         return _between(tokens, self.tokens, self.layer_seconds)
+
+    def slot_layers(self, tokens: int) -> float:
+        """Seconds of all layers for a step of so many tokens, all of whose experts are in slots."""
+        return _between(tokens, self.tokens, self.slot_seconds or self.layer_seconds)
 
     def ends(self, tokens: int) -> float:
         """Seconds of the rest of a step of so many tokens."""
@@ -101,10 +112,16 @@ class TierRates:
         if self.disk_cold:
             lines.append(f"  outside of the page cache {gib(self.disk_cold)}")
         beside = [f"beside {n}" for n in many] if self.slowdowns else []
-        lines.append(f"{'tokens':>6} {'layers ms':>10} {'rest ms':>10} " + " ".join(f"{name:>16}" for name in beside))
+        if self.expert_load:
+            lines.append(f"an expert to its slot {1e3 * self.expert_load:.2f} ms")
+        slots = f"{'in slots ms':>11} " if self.slot_seconds else ""
+        lines.append(
+            f"{'tokens':>6} {'layers ms':>10} {slots}{'rest ms':>10} " + " ".join(f"{name:>16}" for name in beside)
+        )
         for n in self.tokens:
             cells = [f"{self.slowdown(n, k):7.2f} x, {self.disk_share(n, k):4.0%}" for k in many] if beside else []
-            row = f"{n:6} {1e3 * self.layers(n):10.2f} {1e3 * self.ends(n):10.2f} "
+            in_slots = f"{1e3 * self.slot_layers(n):11.2f} " if self.slot_seconds else ""
+            row = f"{n:6} {1e3 * self.layers(n):10.2f} {in_slots}{1e3 * self.ends(n):10.2f} "
             lines.append((row + " ".join(f"{cell:>16}" for cell in cells)).rstrip())
         if beside:
             lines.append(

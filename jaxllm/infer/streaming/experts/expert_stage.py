@@ -298,24 +298,30 @@ class ExpertStage:
         if made not in self.costs:
             assert self._host is not None
             slots = self.slots[key].slots
-            content = self._experts[key].read(self.slots[key].first or 0)  # what is there is written once more
+            content = self._experts[key].read(self.slots[key].first or 0)
             table = np.full_like(self.slots[key].table, slots)
             table[:slots] = np.arange(slots)
             spread = (np.arange(routed.chosen.size) % slots).reshape(routed.chosen.shape).astype(np.int32)
             here, spread = jax.device_put((table, spread), self._place)
 
-            def load() -> None:
-                self._into_slot(programs, key, 0, content)
-                jax.block_until_ready(self._buffers[key])
-
             def compute() -> None:
                 given = self._buffers[key], routed.h, spread, routed.shares, here
                 jax.block_until_ready(programs[f"{made}-first"](*given))
 
-            of_load, of_slots = fastest(load), fastest(compute)
+            of_load, of_slots = self.load_seconds(programs, key), fastest(compute)
             of_host = self._host.seconds(programs, _kind(key), content, np.asarray(routed.h)[0])
             self.costs[made] = ExpertCosts(of_load, of_slots / slots, self._host.rows, of_host)
         return self.costs[made]
+
+    def load_seconds(self, programs: Mapping[str, Any], key: tuple[Unit, str]) -> float:
+        """Seconds of copying an expert of a layer to a slot; what is in the first slot is written once more."""
+        content = self._experts[key].read(self.slots[key].first or 0)
+
+        def load() -> None:
+            self._into_slot(programs, key, 0, content)
+            jax.block_until_ready(self._buffers[key])
+
+        return fastest(load)
 
     def _count(self, key: tuple[Unit, str], wanted: list[int]) -> None:
         hits = sum(self.slots[key].has(expert) for expert in wanted)

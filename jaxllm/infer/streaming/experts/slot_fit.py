@@ -1,0 +1,114 @@
+"""Slot fit: what experts in slots make of a model's bytes, its rates and the limits of a placement.
+
+With N of the E experts of each mixture in slots, the rest of the layers is placed as layers are, the host or files have
+the experts, and a step loads those that it wants and that are in no slot. So a number of slots is one more way to place
+a model, which the solver tries beside whole layers.
+
+Which experts a step wants is taken to be by chance, each token's k of E experts as often as any others. Then a step of
+T tokens wants E (1 - (1 - k / E)^T) experts of each mixture, and a share N / E of them is in slots, whichever those are
+(EdgeMoE, arXiv:2308.14352, section 2, measures that real routers repeat themselves, which makes loads fewer). Loads are
+taken not to overlap with computing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from jaxllm.infer.streaming.tier_rates import TierRates
+
+CHOICES = 8
+"""Numbers of slots that are tried, evenly spread up to all experts."""
+
+
+@dataclass(frozen=True)
+class MixtureBytes:
+    """Mixtures of a model.
+
+    Attributes:
+        rest: bytes of each unit without experts.
+        slot: bytes of an expert of every mixture: those that one slot of each of them needs.
+        largest: bytes of the largest expert.
+        experts: experts of a mixture; of the smallest one, if they differ.
+        routed: share of the experts that a token is routed to.
+        layers: number of mixtures.
+    """
+
+    rest: tuple[int, ...]
+    slot: int
+    largest: int
+    experts: int
+    routed: float
+    layers: int
+
+    def choices(self) -> list[int]:
+        """Numbers of slots to choose from."""
+        return sorted({max(1, round(self.experts * n / CHOICES)) for n in range(1, CHOICES + 1)})
+
+    def missing(self, slots: int, tokens: int) -> float:
+        """Experts of all mixtures that a step of so many tokens is to load."""
+        wanted = self.experts * (1 - (1 - self.routed) ** tokens)
+        return self.layers * wanted * (1 - slots / self.experts)
+
+
+def load_seconds(mixtures: MixtureBytes, rates: TierRates, from_files: float, loaders: int) -> float:
+    """Seconds of loading an expert into a slot, of which a share has to be read from files first."""
+    of_expert = mixtures.slot / mixtures.layers
+    copied = rates.expert_load or of_expert / rates.host
+    return copied + from_files * of_expert / rates.disk_rate(loaders)
+
+
+def rates_with_slots(
+    mixtures: MixtureBytes, rates: TierRates, slots: int, from_files: float, loaders: int
+) -> TierRates:
+    """Rates of the layers without their experts, whose loads are a part of computing.
+
+    Args:
+        mixtures, rates: of the model with whole layers.
+        slots: experts of each mixture on the device.
+        from_files: share of the experts that are in files, the others being in host memory.
+        loaders: threads that read them.
+    """
+    of_load = load_seconds(mixtures, rates, from_files, loaders)
+    last = rates.tokens[-1]
+    # More of them than were measured, since loads grow less than in proportion to tokens.
+    tokens = tuple(sorted({*rates.tokens, *(2**n for n in range(max(13, last.bit_length())))}))
+    of_layers = (rates.slot_layers(n) + mixtures.missing(slots, n) * of_load for n in tokens)
+    beside = lambda rows, at: tuple(tuple(at(n, k + 1) for n in tokens) for k in range(len(rows)))  # noqa: E731
+    return replace(
+        rates, tokens=tokens, layer_seconds=tuple(of_layers), end_seconds=tuple(map(rates.ends, tokens)),
+        slot_seconds=(), slowdowns=beside(rates.slowdowns, rates.slowdown),
+        disk_shares=beside(rates.disk_shares, rates.disk_share),
+    )  # fmt: skip
+
+
+def experts_on_host(
+    mixtures: MixtureBytes, slots: int, host: float, device: float, loaders: int, disk: bool
+) -> tuple[int | None, float] | None:
+    """Bytes of experts that go to the host, and of what is left there for the rest of layers.
+
+    Args:
+        mixtures: the model's.
+        slots: experts of each mixture on the device.
+        host: bytes of host memory.
+        device: bytes that are left on the device for the rest of layers.
+        loaders: threads that read layers, each of which has a buffer there.
+        disk: experts may be in files.
+
+    Returns:
+        (the bytes, or None for all experts; what is left), or None: they do not fit.
+    """
+    whole = mixtures.experts * mixtures.slot
+    if host >= whole and not disk:
+        return None, host - whole
+    if not disk:
+        return None
+    # The rest of layers comes first: all of it is read in every step, and of the experts some.
+    rest = max(0.0, sum(mixtures.rest) - max(0.0, device)) + loaders * max(mixtures.rest)
+    if host - rest >= whole:
+        return None, host - whole
+    round_of_loads = slots * mixtures.largest
+    most = math.floor(host - rest - round_of_loads)
+    if most < 0:
+        return (0, host - round_of_loads) if host >= round_of_loads else None
+    return most, host - most - round_of_loads
