@@ -29,6 +29,7 @@ def load_with_progress(
     pools: str | None = None,
     sequences: int = 1,
     adapter_ranks: int = 0,
+    kv_format: str = "auto",
     progress: Listener | None = None,
 ) -> LoadedModel:
     """Loads a model with a progress bar; ``mesh`` is the serving mesh, one device by default.
@@ -39,6 +40,7 @@ def load_with_progress(
         pools: pools of the engine; weights beside an attention pool are loaded into the host's memory first.
         sequences: most sequences of a batch, which a placement is solved for.
         adapter_ranks: ranks of adapters that the device is to hold, which a placement leaves room for.
+        kv_format: of the KV cache, which a placement leaves room for.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
         generation_config: where the sampling defaults come from: "auto": the model's files; "none"; or a directory
             with a ``generation_config.json``.
@@ -46,13 +48,13 @@ def load_with_progress(
     Raises:
         UsageError: there is no such directory.
     """
-    from jaxllm.cli.tier_options import solve_placement
+    from jaxllm.cli.tier_options import solve_format, solve_placement
     from jaxllm.infer import load_model
     from jaxllm.infer.pools.pool_argument import are_attention_pools
     from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
-    from jaxllm.infer.streaming.open_streamed import open_streamed
+    from jaxllm.infer.streaming.open_streamed import open_streamed, streamed_bytes
     from jaxllm.infer.streaming.sharded_layers import check_streamed_mesh
     from jaxllm.infer.streaming.streamed_weights import StreamedWeights
     from jaxllm.quant import describe_packed
@@ -69,14 +71,18 @@ def load_with_progress(
             raise UsageError(f"--mesh {mesh} with --offload: {error}") from None
     with _tensor_progress(name, progress) as tell:
         if offload is not None:
-            request = FitRequest.parse(offload)
-            budget = (
-                OffloadBudget.parse(offload)
-                if request is None
-                else functools.partial(solve_placement, request, sequences=sequences, adapter_ranks=adapter_ranks)
-            )
-            kept = "plain" if weights == "auto" else weights
-            loaded = open_streamed(name, budget, dtype=dtype, weights=kept, mesh=over, progress=tell)
+            request, kept = FitRequest.parse(offload), "plain" if weights == "auto" else weights
+            sizes = {"dtype": dtype, "kv_dtype": "bfloat16" if kv_format == "bf16" else kv_format}
+            if request is None:
+                budget = OffloadBudget.parse(offload)
+            elif request.formats:
+                if kept != "plain":
+                    raise UsageError(f"--weights {weights}: --offload says which formats it may be; leave one out.")
+                bytes_of = functools.partial(streamed_bytes, name, **sizes)
+                kept, budget = solve_format(request, bytes_of, sequences, adapter_ranks)
+            else:
+                budget = functools.partial(solve_placement, request, sequences=sequences, adapter_ranks=adapter_ranks)
+            loaded = open_streamed(name, budget, weights=kept, mesh=over, progress=tell, **sizes)
         else:
             there = loading_mesh(over, pooled=pools is not None and are_attention_pools(pools))
             loaded = load_model(name, mesh=there, dtype=dtype, layers=layers, weights=weights, progress=tell)

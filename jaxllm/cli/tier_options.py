@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,30 +30,73 @@ def solve_placement(request: FitRequest, model: ModelBytes, sequences: int, adap
     Raises:
         UsageError: nothing fits, or the rates of this device are not known.
     """
+    try:
+        return _solved(request, model, sequences, adapter_ranks).budget
+    except ValueError as error:
+        raise UsageError(f"--offload: {error}") from None
+
+
+def solve_format(
+    request: FitRequest, bytes_of: Callable[..., ModelBytes], sequences: int, adapter_ranks: int = 0
+) -> tuple[str, OffloadBudget]:
+    """Solves a placement for each of the formats that the weights may have, and chooses the fastest.
+
+    Args:
+        request: limits, and formats; of equally fast ones the first is taken.
+        bytes_of: bytes of the model with ``weights=`` a format.
+        sequences, adapter_ranks: see ``solve_placement``.
+
+    Returns:
+        (the format, the placement).
+
+    Raises:
+        UsageError: nothing fits in any format, or rates are not known.
+    """
+    from jaxllm.infer.streaming.placement_fit import DoesNotFitError
+
+    found: dict[str, FittedPlacement] = {}
+    for weights in request.formats:
+        print(f"weights in {weights}:", file=sys.stderr)
+        try:
+            found[weights] = _solved(request.of_format(weights), bytes_of(weights=weights), sequences, adapter_ranks)
+        except DoesNotFitError as error:
+            print(error, file=sys.stderr)
+        except ValueError as error:
+            raise UsageError(f"--offload: weights in {weights}: {error}") from None
+    if not found:
+        raise UsageError(f"--offload: no placement fits in any of the formats {', '.join(request.formats)}; see above.")
+    best = max(found, key=lambda weights: found[weights].tokens_per_second)
+    print(f"chosen: --weights {best} --offload {found[best].budget}", file=sys.stderr, flush=True)
+    return best, found[best].budget
+
+
+def _solved(request: FitRequest, model: ModelBytes, sequences: int, adapter_ranks: int) -> FittedPlacement:
+    """The best placement, printed with its table.
+
+    Raises:
+        ValueError: nothing fits, or the rates of this device are not known.
+    """
     import jax
 
     from jaxllm.infer.streaming.placement_fit import fit, show
     from jaxllm.infer.streaming.tier_rates import TierRates
 
     model = dataclasses.replace(model, ends=model.ends + adapter_ranks * model.adapter_rank)
-    try:
-        limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
-        rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)
-        if limits.disk is not None and sum(model.units) > limits.host:
-            rates = rates.cold()  # the page cache has no room for the files
-        batches = sorted({2**n for n in range(sequences.bit_length())} | {sequences})
-        slots = None if request.slots is None else [request.slots]
-        most = 0 if model.mixtures is None else model.mixtures.experts
-        if request.slots is not None and request.slots > most:
-            raise ValueError(f"experts = {request.slots}; the model has {most} experts a layer that may have slots.")
-        found = fit(model, rates, limits, batches, request.windows, request.loaders, slots)
-    except ValueError as error:
-        raise UsageError(f"--offload: {error}") from None
+    limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
+    rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)
+    if limits.disk is not None and sum(model.units) > limits.host:
+        rates = rates.cold()  # the page cache has no room for the files
+    batches = sorted({2**n for n in range(sequences.bit_length())} | {sequences})
+    slots = None if request.slots is None else [request.slots]
+    most = 0 if model.mixtures is None else model.mixtures.experts
+    if request.slots is not None and request.slots > most:
+        raise ValueError(f"experts = {request.slots}; the model has {most} experts a layer that may have slots.")
+    found = fit(model, rates, limits, batches, request.windows, request.loaders, slots)
     best = max(found, key=lambda one: one.tokens_per_second)
     print(f"{show(found)}\nchosen for batches of {best.batch}: --offload {best.budget}", file=sys.stderr, flush=True)
     if request.prompt is not None:
         print(_throughput(best, model, rates, request.prompt, limits.length), file=sys.stderr, flush=True)
-    return best.budget
+    return best
 
 
 def _throughput(best: FittedPlacement, model: ModelBytes, rates: TierRates, prompt: int, length: int) -> str:

@@ -123,6 +123,21 @@ def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: p
             assert f"; {chosen.experts} experts of each mixture, the others" in err
     assert said[0].startswith("Hello")
     assert said == [said[0]] * 3
+    # int8 has a quarter of the bytes: of the two formats it is the one that is fast over such a link.
+    assert (
+        cli.main([*command, "--offload", f"fit,device=52KiB,host=1MiB,length=64,formats=plain+int8,rates={rates}"]) == 2
+    )
+    assert "of one format" in capsys.readouterr().err
+    for weights in ("plain", "int8"):
+        TierRates.read(rates).write(tmp_path / f"rates-{weights}.json")
+    formats = f"device=52KiB,host=1MiB,length=64,formats=plain+int8,rates={tmp_path}/rates-{{}}.json"
+    assert cli.main([*command, "--kv-format", "int8", "--offload", f"fit,{formats}"]) == 0
+    out, err = capsys.readouterr()
+    assert "chosen: --weights int8 --offload " in err
+    assert cli.main([*command, "--kv-format", "int8", "--weights", "int8"]) == 0
+    assert capsys.readouterr().out == out
+    assert cli.main([*command, "--weights", "int8", "--offload", f"fit,{formats}"]) == 2
+    assert "leave one out" in capsys.readouterr().err
 
 
 @pytest.mark.drawn(1)

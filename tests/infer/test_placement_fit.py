@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.tier_options import solve_placement
+from jaxllm.cli.tier_options import solve_format, solve_placement
 from jaxllm.infer.streaming import tier_benchmark
 from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes
@@ -194,6 +194,51 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         FitRequest.parse("fit,length=10,prompt=10")
     with pytest.raises(UsageError, match="bench MODEL --tiers"):
         solve_placement(dataclasses.replace(request, rates=None), MODEL, 4)
+
+
+def test_the_fastest_format_is_chosen(tmp_path, capsys):
+    """int8 of half the bytes is copied in half the time; where all fits, the one that computes fastest; by hand."""
+    half = dataclasses.replace(MODEL, units=(50,) * 10)
+    models = {"plain": MODEL, "int8": half, "int4": dataclasses.replace(MODEL, units=(10**6,) * 10)}
+    asked = FitRequest.parse(
+        f"fit,device=550B,host=2000B,length=10,formats=plain+int8+int4,rates={tmp_path}/r-{{}}.json"
+    )
+    assert asked is not None
+    assert asked.formats == ("plain", "int8", "int4")
+    assert asked.of_format("int8") == dataclasses.replace(asked, formats=(), rates=tmp_path / "r-int8.json")
+    for name in models:
+        dataclasses.replace(RATES, layer_seconds=(1.0, 2.0) if name == "plain" else (1.5, 3.0)).write(
+            tmp_path / f"r-{name}.json"
+        )
+    chosen, budget = solve_format(asked, lambda weights: models[weights], 1)
+    said = capsys.readouterr().err
+    assert chosen == "int8"
+    assert f"chosen: --weights int8 --offload {budget}" in said
+    assert "no placement fits" in said  # in int4
+    seconds = {}
+    for name in ("plain", "int8"):
+        rates = TierRates.read(tmp_path / f"r-{name}.json")
+        seconds[name] = fit(models[name], rates, TierLimits(550, 2000, length=10), [1])[0].seconds
+    assert seconds["int8"] < seconds["plain"]
+    room_for_all = dataclasses.replace(asked, device=10**5)
+    assert solve_format(room_for_all, lambda weights: models[weights], 1)[0] == "plain"
+    with pytest.raises(UsageError, match="in any of the formats int4"):
+        solve_format(dataclasses.replace(asked, formats=("int4",)), lambda weights: models[weights], 1)
+    with pytest.raises(UsageError, match=r"weights in plain: .*has no tier rates"):
+        solve_format(dataclasses.replace(asked, rates=Path("r-{}")), lambda weights: models[weights], 1)
+    for text, said in (("formats=int5", "no format of weights"), ("formats=plain+int8,rates=r", "of one format")):
+        with pytest.raises(ValueError, match=said):
+            FitRequest.parse(f"fit,{text}")
+
+
+def test_the_kv_cache_counts_in_its_format():
+    """In int8 a token has a byte for each number, and a scale for each head's vector."""
+    model = functional(engines.model_of("mixtral", "float32"))
+    plain, coded = (model_bytes(model, [1] * 2, {}, kv_dtype=form).token for form in ("auto", "int8"))
+    heads = sum(2 * block.attention.kv_spec.kv_heads for block in model.config.blocks)
+    assert plain % (4 * heads) == 0
+    width = plain // (4 * heads)
+    assert heads * width < coded <= heads * (width + 4)
 
 
 def test_data_sheets_give_the_roofline():

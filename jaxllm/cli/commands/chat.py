@@ -96,8 +96,9 @@ def chat(argv: list[str]) -> int:
 
         opening = [{"role": "system", "content": system}] if system else []
         loaded = load_with_progress(
-            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload
-        )
+            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
+            kv_format=kv_format,
+        )  # fmt: skip
         talk = Chat(
             loaded, list(opening), max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
             min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, speculate=speculate,

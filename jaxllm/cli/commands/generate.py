@@ -217,7 +217,7 @@ def generate(argv: list[str]) -> int:
             def load() -> LLM:
                 found = load_with_progress(
                     model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
-                    pools=pools, sequences=sequences,
+                    pools=pools, sequences=sequences, kv_format=kv_format,
                 )  # fmt: skip
                 return LLM(found, sizes, policy=POLICIES[policy])
 
@@ -246,8 +246,9 @@ def generate(argv: list[str]) -> int:
         make_params({"temperature": DEFAULT_TEMPERATURE})  # what is not legal is refused before the model is loaded
         spending = None if effort is None else read_policy(effort)
         loaded = load_with_progress(
-            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload, pools=pools
-        )
+            model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload, pools=pools,
+            kv_format=kv_format,
+        )  # fmt: skip
         params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
         if spending is not None:
             return spend(loaded, spending, prompt, params, kv_format, kv_keep)

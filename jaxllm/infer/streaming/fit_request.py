@@ -2,23 +2,24 @@
 
 ``fit,device=20GiB,host=48GiB,disk=DIR``: here the bytes are limits of everything, weights, window and KV cache.
 Further parts: ``rates=FILE`` of ``jaxllm bench MODEL --tiers FILE``, ``length=TOKENS`` of a sequence, ``prompt=TOKENS``
-of them, ``batches=N``, most batches that take turns in each layer, with their KV cache in any tier; ``window``,
-``loaders`` and, of mixtures, ``experts`` as in an offload budget.
+of them, ``formats=A+B``, formats that the weights may have, ``batches=N``, most batches that take turns in each layer,
+with their KV cache in any tier; ``window``, ``loaders`` and, of mixtures, ``experts`` as in an offload budget.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import LOADERS, WINDOWS, TierLimits
+from jaxllm.quant.formats.format_table import packing_names
 
 USAGE = (
     "fit,device=GiB,host=GiB,disk=DIR,rates=FILE,length=TOKENS,prompt=TOKENS,batches=N,window=LAYERS,loaders=THREADS,"
-    "experts=SLOTS"
+    "experts=SLOTS,formats=FORMAT+FORMAT"
 )
 SHARE = 0.9
 """Share of the free memory of device and host that is used where no limit is given."""
@@ -38,6 +39,8 @@ class FitRequest:
         batches: most batches that take turns in each layer, whose KV cache is placed too; None: one, on the device.
         prompt: of ``length``, tokens of the prompt, for a throughput with prefill; None: decoding alone is predicted.
         slots: experts of each mixture on the device; None: the best number of them, or whole layers.
+        formats: of weights, as for ``--weights``, to choose the fastest from; none: the one that is given there. The
+            name of the file of rates has ``{}`` in their place then.
     """
 
     device: int | None = None
@@ -50,6 +53,7 @@ class FitRequest:
     prompt: int | None = None
     batches: int | None = None
     slots: int | None = None
+    formats: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> FitRequest | None:
@@ -65,7 +69,7 @@ class FitRequest:
         budget: list[str] = []
         for part in parts:
             name, _, value = part.partition("=")
-            if name in ("rates", "length", "prompt") and value and name not in own:
+            if name in ("rates", "length", "prompt", "formats") and value and name not in own:
                 own[name] = value
             elif name in ("evict", "absent", "slices", "active"):
                 raise ValueError(
@@ -81,6 +85,15 @@ class FitRequest:
         length = int(own.get("length", cls.length))
         if "prompt" in own and not (own["prompt"].isdecimal() and 0 < int(own["prompt"]) < length):
             raise ValueError(f"prompt = {own['prompt']!r}; give a number of tokens below length = {length}.")
+        formats = tuple(own["formats"].split("+")) if "formats" in own else ()
+        legal = ["plain", "packed", *packing_names()]
+        if unknown := [one for one in formats if one not in legal]:
+            raise ValueError(f"formats: {unknown[0]!r} is no format of weights; give some of {', '.join(legal)}.")
+        if len(formats) > 1 and "{}" not in own.get("rates", "{}"):
+            raise ValueError(
+                f"rates = {own['rates']!r} are of one format; write {{}} in its place, such as rates=big-{{}}.json, "
+                "and measure each: `jaxllm bench MODEL --weights int4 --tiers big-int4.json`."
+            )
         try:
             limits = OffloadBudget.parse(",".join(budget), limits=True)
         except ValueError as error:
@@ -99,7 +112,13 @@ class FitRequest:
             int(own["prompt"]) if "prompt" in own else None,
             limits.batches if "batches" in given else None,
             limits.experts or None,
+            formats,
         )
+
+    def of_format(self, weights: str) -> FitRequest:
+        """The request for weights in one format."""
+        rates = None if self.rates is None else Path(str(self.rates).replace("{}", weights))
+        return replace(self, rates=rates, formats=())
 
     def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:
         """Limits with what is free where none is given.

@@ -43,6 +43,7 @@ def open_streamed(
     *,
     dtype: str | None = None,
     weights: str = "plain",
+    kv_dtype: str = "auto",
     mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoadedModel:
@@ -51,6 +52,7 @@ def open_streamed(
     Args:
         name, dtype, weights: see ``load_model``. A run is loaded whole first.
         budget: how many bytes of its layers may be where; or what chooses that, of the model's bytes.
+        kv_dtype: format of the KV cache, see ``EngineConfig``, for those bytes.
         mesh: devices that layers are to be divided over, of each of which the budget says the bytes; None: one.
         progress: called with "layers", how many are in their places, and of how many.
 
@@ -66,14 +68,7 @@ def open_streamed(
             f"weights = {weights!r} have another size in each layer, and go with experts in slots alone, which wait "
             "in host memory; give the offload budget experts=N without experts_host, or leave it out."
         )
-    if (path / "checkpoints").is_dir():
-        loaded = load_model(path, dtype=dtype, weights=weights)
-        layers: LayerStore = LoadedLayers(loaded.params)
-        ends = {part: value for part, value in loaded.params.items() if part != "segments"}
-        ends = jax.tree.map(lambda x: x.addressable_data(0), ends)
-    else:
-        loaded, layers = open_layers(path, dtype=dtype, weights=weights)
-        ends = loaded.params
+    loaded, layers, ends = _opened(path, dtype, weights)
     cut = isinstance(budget, OffloadBudget) and budget.slices
     if cut:
         if weights != "plain":
@@ -86,14 +81,12 @@ def open_streamed(
             raise HubError(f"--offload: {error}") from None
         loaded = replace(loaded, model=model)
     units = units_of(loaded.model.config.segments)
-    sizes = {s: UnitBytes.of(layers, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
+    of_units = _bytes_of_units(loaded.model, layers)
     if not isinstance(budget, OffloadBudget):
-        of_units = [sizes[unit.segment] for unit in units]
-        mixtures = mixture_bytes(loaded.model, of_units)
-        budget = budget(model_bytes(loaded.model, [one.whole for one in of_units], ends, mixtures))
+        budget = budget(_model_bytes(loaded.model, of_units, ends, kv_dtype))
     slots = budget.experts > 0
     placed = WithoutExperts(layers) if slots else layers
-    unit_bytes = [sizes[unit.segment].rest if slots else sizes[unit.segment].whole for unit in units]
+    unit_bytes = [one.rest if slots else one.whole for one in of_units]
     on_device = None
     if mesh is not None and mesh.size > 1:
         host = jax.devices("cpu")[0]
@@ -112,6 +105,35 @@ def open_streamed(
     ]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
+
+
+def streamed_bytes(
+    name: Path | str, *, dtype: str | None = None, weights: str = "plain", kv_dtype: str = "auto"
+) -> ModelBytes:
+    """Bytes of a model as ``open_streamed`` would have it; arguments and errors as there."""
+    loaded, layers, ends = _opened(find_model(name), dtype, weights)
+    return _model_bytes(loaded.model, _bytes_of_units(loaded.model, layers), ends, kv_dtype)
+
+
+def _opened(path: Path, dtype: str | None, weights: str) -> tuple[LoadedModel, LayerStore, Any]:
+    """A model without layers, these, and its parameters outside of blocks."""
+    if not (path / "checkpoints").is_dir():
+        loaded, layers = open_layers(path, dtype=dtype, weights=weights)
+        return loaded, layers, loaded.params
+    loaded = load_model(path, dtype=dtype, weights=weights)
+    ends = {part: value for part, value in loaded.params.items() if part != "segments"}
+    return loaded, LoadedLayers(loaded.params), jax.tree.map(lambda x: x.addressable_data(0), ends)
+
+
+def _bytes_of_units(model: Functional, layers: LayerStore) -> list[UnitBytes]:
+    """Bytes of each unit, by the first one of each segment."""
+    units = units_of(model.config.segments)
+    sizes = {s: UnitBytes.of(layers, next(u for u in units if u.segment == s)) for s in {u.segment for u in units}}
+    return [sizes[unit.segment] for unit in units]
+
+
+def _model_bytes(model: Functional, units: Sequence[UnitBytes], ends: Any, kv_dtype: str) -> ModelBytes:
+    return model_bytes(model, [one.whole for one in units], ends, mixture_bytes(model, units), kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -156,16 +178,20 @@ def _routed(model: Functional) -> float:
 
 
 def model_bytes(
-    model: Functional, unit_bytes: Sequence[int], ends: Any, mixtures: MixtureBytes | None = None
+    model: Functional,
+    unit_bytes: Sequence[int],
+    ends: Any,
+    mixtures: MixtureBytes | None = None,
+    kv_dtype: str = "auto",
 ) -> ModelBytes:
-    """Bytes of a model with units of these sizes, and with these parameters outside of blocks."""
+    """Bytes of a model with units of these sizes, with these parameters outside of blocks and this KV cache."""
     config = model.config
     leaves = jax.tree_util.tree_leaves_with_path(model.abstract()["segments"])
     of_experts = sum(x.size for path, x in leaves if "'experts'" in jax.tree_util.keystr(path))
     return ModelBytes(
         tuple(unit_bytes),
         sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(ends)),
-        sum(group.token_bytes() for group in layer_groups(config)),
+        sum(group.token_bytes() for group in layer_groups(config, kv_dtype)),
         sum(x.size for _, x in leaves),
         of_experts,
         _routed(model),

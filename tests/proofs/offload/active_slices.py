@@ -57,7 +57,7 @@ def masked(params: Any, active: ActiveSlices, slices: int) -> Any:
     return apart | {"segments": segments}
 
 
-@proof("offload", count=40, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("wanted", "of all"))
+@proof("offload", count=40, sample=1, float64=True, bound={"logprobs": 1e-12}, counts=("wanted", "of all"))
 def active_slices_are_dense_ones(seed: int) -> dict[str, float]:
     """Random traffic over ReLU models whose slices are active by drawn predictors, any number of which have slots, the
     others on the host or in files, copied or computed by the host's processor: log-probabilities of the training

@@ -34,7 +34,7 @@ def part(name: str, x: Any, tensor: int) -> int:
     return size // tensor if divided else size
 
 
-@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-10, "bytes": 0}, counts=("parts",))
+@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-12, "bytes": 0}, counts=("parts",))
 def streamed_shards_are_resident(seed: int) -> dict[str, float]:
     """Random traffic over random placements and degrees of ``tensor``. "bytes": those of layers that the fullest device
     has at a time, beyond the parts of the window's layers and of those that stay.
@@ -81,7 +81,7 @@ def streamed_shards_are_resident(seed: int) -> dict[str, float]:
         }
 
 
-@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("through one device",))
+@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-12}, counts=("through one device",))
 def star_sums_are_all_reduces(seed: int) -> dict[str, float]:
     """Random traffic over ``tensor``, weights resident or streamed, whose sums of no more than some rows go through one
     device: log-probabilities of the training forward.

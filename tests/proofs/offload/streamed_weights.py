@@ -37,7 +37,7 @@ def drawn(rng: np.random.Generator, units: int, folder: Path) -> WeightPlacement
     )
 
 
-@proof("offload", count=120, sample=1, float64=True, bound={"logprobs": 1e-10})
+@proof("offload", count=120, sample=1, float64=True, bound={"logprobs": 1e-12})
 def streamed_is_resident(seed: int) -> dict[str, float]:
     """Random traffic over random placements: log-probabilities of the training forward; windows are kept to.
 
@@ -78,7 +78,7 @@ def check_window(engine: Any, placement: WeightPlacement) -> None:
     count=100,
     sample=1,
     float64=True,
-    bound={"logprobs": 1e-10},
+    bound={"logprobs": 1e-12},
     counts=("wanted", "hits", "loads", "on_host"),
 )
 def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
@@ -126,7 +126,7 @@ GATED = ("llama", "smollm2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "p
 """Models with dense gated layers."""
 
 
-@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-10}, counts=("loads", "on_host"))
+@proof("offload", count=30, sample=1, float64=True, bound={"logprobs": 1e-12}, counts=("loads", "on_host"))
 def sliced_layers_are_resident(seed: int) -> dict[str, float]:
     """Random traffic over dense models whose feed-forward layers are cut into slices, any number of which have slots,
     the others on the host or in files, copied or computed by the host's processor by any choice, with measured costs.
@@ -162,13 +162,33 @@ def sliced_layers_are_resident(seed: int) -> dict[str, float]:
         return {"logprobs": engines.error(model, "float64", made), **seen}
 
 
-CASES = list(itertools.product(("llama", "gemma3", "mixtral"), FORMATS))
+PLACES = {
+    "on the host": WeightPlacement(2),
+    "in files": WeightPlacement(1, host_units=0, disk=Path("layers")),
+    "experts in slots": WeightPlacement(2, expert_slots=2),
+    "experts in files": WeightPlacement(
+        1, host_units=0, disk=Path("layers"), expert_slots=1, expert_host_bytes=0, eviction="score"
+    ),
+}
+CASES = [
+    *itertools.product(("llama", "gemma3", "mixtral"), FORMATS, ("on the host",)),
+    *itertools.product(("deepseek_v3",), ("int8", "fp8", "int4"), ("on the host", "experts in slots")),
+    *itertools.product(("mixtral",), FORMATS, ("experts in slots", "experts in files")),
+    *itertools.product(("llama",), FORMATS, ("in files",)),
+]
 
 
 @proof("offload", cases=CASES, sample=1, float64=True, bound={"logprobs": 1e-12})
-def quantised_caches_too(case: tuple[str, str]) -> dict[str, float]:
-    """With KV cache formats that lose bits: tokens and log-probabilities of an engine with resident weights."""
-    return {"logprobs": beside_resident(*case, WeightPlacement(2))}
+def quantised_caches_too(case: tuple[str, str, str]) -> dict[str, float]:
+    """With KV cache formats that lose bits: tokens and log-probabilities of an engine with resident weights.
+
+    Layers on the host and in files, experts in slots from either, latents of MLA.
+    """
+    model, kv_format, where = case
+    with tempfile.TemporaryDirectory() as folder:
+        place = PLACES[where]
+        place = place if place.disk is None else dataclasses.replace(place, disk=Path(folder))
+        return {"logprobs": beside_resident(model, kv_format, place)}
 
 
 def beside_resident(model: str, kv_dtype: str, placement: WeightPlacement) -> float:
