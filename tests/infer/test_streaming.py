@@ -16,9 +16,12 @@ import pytest
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.runner.runner_protocol import StepFailedError
+from jaxllm.infer.streaming import layer_store, pinned_memory
 from jaxllm.infer.streaming.abstract_streamed import AbstractStreamedRunner
+from jaxllm.infer.streaming.experts import expert_stage
 from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
-from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.experts.host_experts import HostExperts
+from jaxllm.infer.streaming.layer_store import HostLayers, LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
@@ -91,7 +94,7 @@ def test_completions_are_those_of_resident_weights(model, where, window, way, rn
     config = engines.ENGINES[way]
     engine = engines.build(config, model, "float64", placement=placed(where, tmp_path, window))
     made = engines.serve(engine, engines.traffic(rng, config, 5))
-    assert engines.error(model, "float64", made) <= 1e-10
+    assert engines.error(model, "float64", made) <= 1e-12
     counts = runner_of(engine).window.counts
     assert counts.most <= window
     assert counts.units % engines.model_of(model, "float64").layers == 0 or model in ("gemma3", "gpt_oss")
@@ -116,7 +119,7 @@ def test_experts_in_slots_are_resident_experts(model, slots, eviction, where, rn
     placement = dataclasses.replace(placed(where, tmp_path), expert_slots=slots, eviction=eviction)
     engine = engines.build(config, model, "float64", placement=placement)
     made = engines.serve(engine, engines.traffic(rng, config, 4))
-    assert engines.error(model, "float64", made) <= 1e-10
+    assert engines.error(model, "float64", made) <= 1e-12
     stage = runner_of(engine).experts
     assert stage is not None
     counts, held = stage.counts, next(iter(stage.slots.values()))
@@ -124,6 +127,39 @@ def test_experts_in_slots_are_resident_experts(model, slots, eviction, where, rn
     assert 0 < counts.hit_rate <= 1 or slots == 1
     if slots == len(held.table):
         assert counts.loads <= sum(len(one.table) for one in stage.slots.values())
+    assert engine.runner.program_cache is not None
+    assert engine.runner.program_cache.counts.late == 0
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("model", "slots"), [("llama", 0), ("mixtral", 2)])
+def test_pinned_layers_and_experts_are_the_same(model, slots, rng, float64, monkeypatch):
+    """As on an accelerator: layers and experts wait in pinned memory, and what computes is in the device's own."""
+    assert not pinned_memory.can_pin(jax.devices()[0])
+    assert pinned_memory.has_kinds(jax.devices()[0])
+    monkeypatch.setattr(layer_store, "can_pin", pinned_memory.has_kinds)
+    monkeypatch.setattr(expert_stage, "can_pin", pinned_memory.has_kinds)
+    config = engines.ENGINES["tight, recompute"]
+    engine = engines.build(config, model, "float64", placement=WeightPlacement(2, expert_slots=slots))
+    runner, kinds = runner_of(engine), Counter[str]()
+    for unit in runner.units:
+        store = runner.window.stores[unit]
+        assert isinstance(store, HostLayers)
+        kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(store._units[unit]))
+        read = store.read(unit, jax.devices()[0])
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(read)} == {"device"}
+    if slots:
+        assert runner.experts is not None
+        for own in runner.experts._experts.values():
+            assert isinstance(own, HostExperts)
+            kinds.update(x.sharding.memory_kind for x in jax.tree.leaves(own.each))
+        buffers = jax.tree.leaves(runner.experts._buffers)
+        assert {x.sharding.memory_kind for x in buffers} == {"device"}
+    assert set(kinds) == {"pinned_host"}
+    made = engines.serve(engine, engines.traffic(rng, config, 4))
+    assert engines.error(model, "float64", made) <= 1e-12
+    if runner.experts is not None:
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(runner.experts._buffers)} == {"device"}
     assert engine.runner.program_cache is not None
     assert engine.runner.program_cache.counts.late == 0
 

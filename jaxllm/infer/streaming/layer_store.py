@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.files import digest, read_json, write_json
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
+from jaxllm.infer.streaming.pinned_memory import can_pin, on_device, pinned
 from jaxllm.infer.streaming.weight_file import (
     WeightsUnavailableError,
     arrays_of,
@@ -60,7 +61,8 @@ class LayerStore(Protocol):
 class HostLayers:
     """Units in the host's memory.
 
-    On a CPU the device's arrays are the host's, without a copy where they are aligned.
+    On a CPU the device's arrays are the host's, without a copy where they are aligned. For an accelerator ``pin`` puts
+    them in memory that it copies from by itself.
 
     Args:
         store: where they are copied from.
@@ -75,6 +77,7 @@ class HostLayers:
 
     def __init__(self, store: LayerStore, units: Sequence[Unit], progress: Callable[[int, int], None] | None = None):
         host, self._units = jax.devices("cpu")[0], dict[Unit, Any]()
+        self._pinned: jax.Device | None = None
         for done, unit in enumerate(units):
             if progress is not None:
                 progress(done, len(units))
@@ -82,7 +85,17 @@ class HostLayers:
 
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
+        if device == self._pinned:
+            return on_device(self._units[unit], device)
         return jax.device_put(self._units[unit], device)
+
+    def pin(self, device: jax.Device) -> None:
+        """Puts the units into pinned memory of a device that has some, one after the other."""
+        if not can_pin(device):
+            return
+        for unit in self._units:
+            self._units[unit] = pinned(self._units[unit], device)
+        self._pinned = device
 
 
 class LoadedLayers:

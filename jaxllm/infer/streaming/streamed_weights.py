@@ -168,6 +168,9 @@ class StreamedWeights:
     def window(self, device: jax.Device) -> LayerWindow:
         """The window of these weights on a device, whose threads begin to read at once."""
         place = self.placement
+        for store in {id(store): store for store in self.stores.values()}.values():
+            if isinstance(store, HostLayers):
+                store.pin(device)
         window = LayerWindow(
             self.units, self.stores, device, place.window,
             resident=self.resident, loaders=place.loaders,

@@ -128,6 +128,7 @@ def measure_tiers(
     host_device, device = jax.devices("cpu")[0], runner.window.device
     tell("copies from the host")
     first = HostLayers(layers, units[:1])
+    first.pin(device)
     host = _rate(lambda: first.read(units[0], device), _bytes_of(first.read(units[0], device)), 5)
     many = range(1, loaders + 1)
     with tempfile.TemporaryDirectory(dir=directory) as folder:

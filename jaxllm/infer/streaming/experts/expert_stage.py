@@ -31,6 +31,7 @@ from jaxllm.infer.streaming.experts.host_experts import HostExperts, write_exper
 from jaxllm.infer.streaming.experts.host_processor import HostProcessor, fastest
 from jaxllm.infer.streaming.experts.mixture_parts import MixtureParts, with_experts
 from jaxllm.infer.streaming.layer_store import Unit
+from jaxllm.infer.streaming.pinned_memory import ON_DEVICE, can_pin, pinned
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
@@ -96,10 +97,12 @@ class ExpertStage:
         self._schedule, self._given_costs = SCHEDULES[placement.absent], placement.expert_costs
         self.costs = dict[str, ExpertCosts]()
         self._host = None if placement.absent == "load" else HostProcessor(most)
-        if self._host is not None:
-            for own in experts.values():
-                if isinstance(own, HostExperts):
-                    own.each = list(map(self._host.put, own.each))
+        device = next(iter(place.device_set))
+        for own in experts.values():
+            if isinstance(own, HostExperts) and self._host is not None:
+                own.each = list(map(self._host.put, own.each))
+            elif isinstance(own, HostExperts) and can_pin(device):
+                own.each = [pinned(expert, device) for expert in own.each]
         self.files: list[ExpertFiles] = []
         for own in experts.values():
             if isinstance(own, FileExperts) and own.files not in self.files:
@@ -360,7 +363,7 @@ class ExpertStage:
 
     def _into_slot(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
         slots, number = self._buffers[key], jax.device_put(np.int32(slot), self._place)
-        content = jax.device_put(content, self._place)
+        content = jax.device_put(content, self._place.with_memory_kind(ON_DEVICE))
         written = programs[_write_name(slots, content)](slots, number, content)
         self._buffers[key] = jax.tree.unflatten(jax.tree.structure(slots), written)
 

@@ -1,0 +1,32 @@
+"""Pinned memory: host memory that an accelerator copies from by itself, twice as fast as from pages that may move.
+
+Copies from other host memory go through a pinned buffer first, and keep a processor at work meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+PINNED, ON_DEVICE = "pinned_host", "device"
+
+
+def can_pin(device: jax.Device) -> bool:
+    """Whether a device has pinned memory besides its own; a CPU's arrays are in host memory anyway."""
+    return device.platform != "cpu" and has_kinds(device)
+
+
+def has_kinds(device: jax.Device) -> bool:
+    """Whether a device has both kinds of memory."""
+    return {PINNED, ON_DEVICE} <= {memory.kind for memory in device.addressable_memories()}
+
+
+def pinned(tree: Any, device: jax.Device) -> Any:
+    """A tree's arrays in pinned memory of a device, when they are there."""
+    return jax.block_until_ready(jax.device_put(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)))
+
+
+def on_device(tree: Any, device: jax.Device) -> Any:
+    """A tree's arrays in the memory of a device, copied from its pinned memory."""
+    return jax.device_put(tree, jax.sharding.SingleDeviceSharding(device, memory_kind=ON_DEVICE))
