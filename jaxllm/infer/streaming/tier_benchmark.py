@@ -186,7 +186,7 @@ def _with_slots(
     prompt: int,
     steps: int,
 ) -> tuple[tuple[float, ...], float]:
-    """How many seconds longer a unit takes with its experts in slots, by batch size, and seconds of a load.
+    """Seconds that a unit takes longer with its experts in slots, by batch size, and seconds of a load.
 
     Args:
         engine: whose layers have their experts.
