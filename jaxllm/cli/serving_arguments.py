@@ -10,9 +10,11 @@ from jaxllm.cli.errors import UsageError
 from jaxllm.cli.recipe_arguments import find_recipe, recipes
 
 if TYPE_CHECKING:
+    from jaxllm.infer.pools.pool_argument import PoolSizes
     from jaxllm.models import DecoderConfig
     from jaxllm.plan.hardware import Cluster, Hardware
     from jaxllm.simulate import Deployment
+    from jaxllm.simulate.pools import DisaggregatedPools
 
 
 def served_model(name: str) -> tuple[DecoderConfig, int | None]:
@@ -101,12 +103,30 @@ def platforms_of(text: str, table: dict[str, Hardware]) -> list[Cluster]:
     return out
 
 
-def with_attention_pool(base: Deployment, pools: str, overlap: str, mesh: str | None) -> Deployment:
-    """Deployment of engines with an attention pool on all devices of a deployment, near each other.
+def _disaggregated(base: Deployment, sizes: PoolSizes) -> DisaggregatedPools:
+    """Prefill and decode pools that are all devices of a deployment.
+
+    Raises:
+        UsageError: there are more devices, or fewer.
+    """
+    from jaxllm.simulate.pool_search import engines_of
+    from jaxllm.simulate.pools import DisaggregatedPools
+
+    prefill, decode = (engines_of(base, one.tensor, one.engines) for one in (sizes.prefill, sizes.decode))
+    if prefill is None or decode is None or prefill.devices + decode.devices != base.devices:
+        raise UsageError(
+            f"--pools of {sizes.prefill.devices} and {sizes.decode.devices} devices, and --on has {base.devices} of "
+            f"{base.cluster.hardware.name}: give as many, in slices that there are."
+        )
+    return DisaggregatedPools(prefill, decode)
+
+
+def with_pools(base: Deployment, pools: str, overlap: str, mesh: str | None) -> Deployment | DisaggregatedPools:
+    """Deployment of engines with an attention pool, or of prefill and decode pools, on all devices of a deployment.
 
     Args:
         base: its devices, model, formats and sizes are taken.
-        pools: such as ``model=tensor:2, attention=tensor:4``.
+        pools: such as ``model=tensor:2, attention=tensor:4``, or ``prefill=tensor:2 x1, decode=tensor:4 x1``.
         overlap: see ``EngineConfig``.
         mesh: of the command line.
 
@@ -118,13 +138,14 @@ def with_attention_pool(base: Deployment, pools: str, overlap: str, mesh: str | 
     from jaxllm.simulate.attention_split import split_of
 
     sizes = parse_pools(pools)
-    if not isinstance(sizes, AttentionPoolSizes):
-        raise UsageError(
-            f"--pools {pools}: prefill and decode pools are compared by `jaxllm plan --serve --pools`; here give "
-            "model=tensor:N, attention=tensor:N."
-        )
     if mesh is not None:
         raise UsageError("--pools says which devices have weights and pages; leave --mesh out.")
+    if not isinstance(sizes, AttentionPoolSizes):
+        if overlap != "none":
+            raise UsageError(
+                f"--overlap {overlap} goes with an attention pool, not with --pools {pools}: leave it out."
+            )
+        return _disaggregated(base, sizes)
     hardware, copies = base.cluster.hardware, base.devices // sizes.devices
     found = None
     if base.devices == copies * sizes.devices:

@@ -11,16 +11,20 @@ arXiv:2311.18677). So neither phase delays the other. ``jaxllm.simulate.pool_sea
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxllm.infer import SamplingParams
+from jaxllm.infer.scheduling.policies import Policy
 from jaxllm.infer.scheduling.sequence import Sequence
-from jaxllm.serve.load_benchmark import RequestResult, summary
+from jaxllm.serve.load_benchmark import RequestResult
 from jaxllm.simulate.deployment import Deployment, DeploymentError
 from jaxllm.simulate.paper_runner import SimulatedStep
+from jaxllm.simulate.power import PowerModel
 from jaxllm.simulate.request_trace import RequestTrace, token_ids
-from jaxllm.simulate.simulator import ServiceObjective, SimulatedEngine, SimulatedRequest
+from jaxllm.simulate.simulator import ServiceObjective, SimulatedEngine, SimulatedRequest, Simulation
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,20 @@ class DisaggregatedPools:
         """Short description."""
         return f"prefill {self.prefill.name}; decode {self.decode.name}"
 
+    @property
+    def where(self) -> str:
+        """All devices, of both pools."""
+        counts = Counter[str]()
+        for kind, count in (*self.prefill.kinds, *self.decode.kinds):
+            counts[kind.name] += count
+        return " and ".join(f"{count} x {name}" for name, count in counts.items())
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Price of all devices; None where the hardware table has none."""
+        prices = self.prefill.dollars_per_hour, self.decode.dollars_per_hour
+        return None if prices[0] is None or prices[1] is None else prices[0] + prices[1]
+
     def transfer_bytes(self, prompt: int) -> float:
         """Bytes of KV cache of a prompt, as the prefill engine's devices hold it, whole pages of it."""
         model, spec = self.prefill.step_model, self.prefill.spec
@@ -78,40 +96,63 @@ def _columns(prompt: int, page_size: int, window: int | None) -> range:
 
 
 @dataclass
-class PoolSimulation:
-    """Simulated service of disaggregated pools.
+class PoolSimulation(Simulation):
+    """Simulated service of disaggregated pools; ``engines`` has the steps of the prefill engines, then the others'.
 
     Attributes:
-        pools, trace: what was simulated.
-        requests: requests in the order of the trace.
-        prefill, decode: steps of each engine of each pool.
+        deployment: the pools.
         transfers: (start, end, bytes) of each transfer of a KV cache.
     """
 
-    pools: DisaggregatedPools
-    trace: RequestTrace
-    requests: list[SimulatedRequest]
-    prefill: list[list[SimulatedStep]]
-    decode: list[list[SimulatedStep]]
     transfers: list[tuple[float, float, float]] = field(default_factory=list)
 
-    def within(self, slo: ServiceObjective) -> float:
-        """Share of the requests that met the objective."""
-        return sum(slo.met(one.result) for one in self.requests) / len(self.requests)
+    @property
+    def pools(self) -> DisaggregatedPools:
+        """The pools."""
+        assert isinstance(self.deployment, DisaggregatedPools)
+        return self.deployment
 
-    def figures(self, slo: ServiceObjective) -> dict[str, Any]:
-        """Figures of the service: those of ``jaxllm bench serve``, goodput per device, and transfers."""
-        found = summary([one.result for one in self.requests], slo.ttft, slo.tpot)
-        return found | {
-            "devices": self.pools.devices,
-            "goodput_per_device": found["goodput"] / self.pools.devices,
+    @property
+    def prefill(self) -> list[list[SimulatedStep]]:
+        """Steps of each engine of the prefill pool."""
+        return self.engines[: self.pools.prefill.engines]
+
+    @property
+    def decode(self) -> list[list[SimulatedStep]]:
+        """Steps of each engine of the decode pool."""
+        return self.engines[self.pools.prefill.engines :]
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """See ``Simulation``: an engine of each pool."""
+        return {"Batches of a prefill engine": 0, "Batches of a decode engine": self.pools.prefill.engines}
+
+    def figures(self, slo: ServiceObjective, power: PowerModel | None = None) -> dict[str, Any]:
+        """Figures of the service, see ``Simulation``, and of transfers: bytes of all, mean seconds of one."""
+        return super().figures(slo, power) | {
             "transferred_bytes": sum(size for *_, size in self.transfers),
             "transfer_seconds": sum(end - start for start, end, _ in self.transfers) / max(1, len(self.transfers)),
         }
 
+    def joules(self, seconds: float, power: PowerModel) -> float | None:
+        """See ``Simulation``: each pool has devices of its own."""
+        pools = (self.pools.prefill, self.prefill), (self.pools.decode, self.decode)
+        both = [
+            pool.joules([step.cost for own in engines for step in own], len(engines) * seconds, power)
+            for pool, engines in pools
+        ]
+        return None if both[0] is None or both[1] is None else both[0] + both[1]
 
-def simulate_pools(pools: DisaggregatedPools, trace: RequestTrace) -> PoolSimulation:
+
+def simulate_pools(
+    pools: DisaggregatedPools, trace: RequestTrace, *, policy: Callable[[], Policy] | None = None
+) -> PoolSimulation:
     """Simulates the service of an open-loop trace by disaggregated pools; each pool's least loaded engine is next.
+
+    Args:
+        pools: engines of both pools.
+        trace: requests.
+        policy: makes the scheduling policy of an engine; None: first come, first served.
 
     Raises:
         DeploymentError: a pool cannot serve the model or the longest request, or the trace is a closed loop.
@@ -122,15 +163,17 @@ def simulate_pools(pools: DisaggregatedPools, trace: RequestTrace) -> PoolSimula
                 f"pools: {trace.name} has requests of {trace.longest:,} tokens and the engines' sequences "
                 f"{one.spec.max_len:,}; give max_len = {trace.longest}, and an open-loop trace."
             )
-    first = [SimulatedEngine(pools.prefill) for _ in range(pools.prefill.engines)]
-    second = [SimulatedEngine(pools.decode) for _ in range(pools.decode.engines)]
+    first, second = (
+        [SimulatedEngine(one, None, policy() if policy else None) for _ in range(one.engines)]
+        for one in (pools.prefill, pools.decode)
+    )
     requests = [SimulatedRequest(one, RequestResult(one.at, one.at), n) for n, one in enumerate(trace.requests)]
     # The prefill engines serve a copy of each request that ends with its first token.
     prompts = [
         SimulatedRequest(replace(one, tokens=1), RequestResult(one.at, one.at), n)
         for n, one in enumerate(trace.requests)
     ]
-    found = PoolSimulation(pools, trace, requests, [e.runner.steps for e in first], [e.runner.steps for e in second])
+    found = PoolSimulation(pools, trace, requests, [e.runner.steps for e in (*first, *second)])
     coming = [(one.at, n, False) for n, one in enumerate(trace.requests)]  # (time, request, its KV cache is there)
     heapq.heapify(coming)
     links, names, engines = [0.0] * len(first), dict[str, int](), [*first, *second]
@@ -153,6 +196,8 @@ def simulate_pools(pools: DisaggregatedPools, trace: RequestTrace) -> PoolSimula
         else:
             prompts[index].engine = chosen
             pool[chosen].submit(prompts[index], prompt, now)
+    found.hit_tokens = sum(one.engine.scheduler.hit_tokens for one in first)
+    found.preemptions = sum(one.engine.scheduler.preemptions for one in engines)
     return found
 
 

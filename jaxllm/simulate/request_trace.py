@@ -200,13 +200,23 @@ def arrivals(kind: str, rate: float, count: int, rng: np.random.Generator) -> np
     return np.cumsum(gaps)
 
 
+DEFAULT_LENGTHS = "sharegpt"
+
+
 def make_trace(
-    text: str, *, lengths: str = "sharegpt", count: int = 500, seed: int = 0, prefixes: int = 0, prefix_tokens: int = 0
+    text: str,
+    *,
+    lengths: str = DEFAULT_LENGTHS,
+    count: int = 500,
+    seed: int = 0,
+    prefixes: int = 0,
+    prefix_tokens: int = 0,
 ) -> RequestTrace:
     """Trace of a specification, see the module.
 
     Args:
-        text: ``poisson:RATE``, ``bursty:RATE``, ``uniform:RATE``, ``closed:CLIENTS``, or a file.
+        text: ``poisson:RATE``, ``bursty:RATE``, ``uniform:RATE``, ``closed:CLIENTS``, a file, or the name of lengths
+            with or without a rate, ``sharegpt:RATE``, which arrive as ``poisson:RATE`` then, by default one a second.
         lengths: see ``draw_lengths``; a file of requests has its own.
         count: number of requests.
         seed: seed of times and lengths.
@@ -217,6 +227,11 @@ def make_trace(
         DataError: it is malformed; says what is legal.
     """
     kind, colon, value = text.partition(":")
+    if kind in LENGTHS:
+        if lengths not in (kind, DEFAULT_LENGTHS):
+            raise DataError(f"trace = {text!r} says its lengths, and lengths = {lengths!r}; leave one out.")
+        kind, colon, value, lengths = "poisson", ":", value if colon else "1", kind
+        text = f"poisson:{value}"
     if text.endswith((".jsonl", ".json")) or not colon:
         return read_request_trace(Path(text))
     try:
@@ -250,7 +265,7 @@ def read_request_trace(path: Path) -> RequestTrace:
     except OSError as error:
         raise DataError(
             f"trace = {str(path)!r}: {error.strerror}. Legal: poisson:RATE, bursty:RATE, uniform:RATE, "
-            "closed:CLIENTS, or a file of JSON lines."
+            f"closed:CLIENTS, {', '.join(LENGTHS)} with :RATE or without, or a file of JSON lines."
         ) from error
     requests = []
     for number, line in enumerate(lines, 1):

@@ -31,7 +31,15 @@ def use_lines(figures: Figures) -> list[tuple[str, str]]:
         ("devices busy", f"{figures['busy']:.0%}" + (f": {parts}" if parts else "")),
         ("cost per million output tokens", "-" if price is None else f"${price:,.2f}"),
         ("energy per output token", "-" if joules is None else f"{joules:.2f} J"),
+        *_transfers(figures),
     ]
+
+
+def _transfers(figures: Figures) -> list[tuple[str, str]]:
+    if "transferred_bytes" not in figures:
+        return []
+    sent = f"{figures['transferred_bytes'] / 2**30:.2f} GiB, {1e3 * figures['transfer_seconds']:.2f} ms a request"
+    return [("KV cache sent to decode engines", sent)]
 
 
 def text_report(simulation: Simulation, figures: Figures, knee: float | None = None) -> str:
@@ -85,7 +93,9 @@ def html_report(simulation: Simulation, figures: Figures, curve: RateCurve = (),
         body.append('<h2>Over the rate</h2><div class="grid-of">' + "".join(map(_panel, rate_charts(curve, knee))))
         body.append("</div>")
     body.append('<h2>Latencies</h2><div class="grid-of">' + "".join(map(_panel, latency_charts(simulation, slo))))
-    body.append('</div><h2>Batches</h2><div class="grid-of">' + "".join(map(_panel, timeline_charts(simulation))))
+    for name, number_of in simulation.shown.items():
+        charts = "".join(map(_panel, timeline_charts(simulation, number_of)))
+        body.append(f'</div><h2>{name}</h2><div class="grid-of">{charts}')
     rows = [(name, *(f"{figures[name][c]:.4f}" for c in ("mean", "p50", "p90", "p99"))) for name in
             ("ttft", "itl", "tpot", "latency") if figures[name] is not None]  # fmt: skip
     body.append("</div><h2>Figures</h2>" + _panel(table(rows, ("seconds", "mean", "p50", "p90", "p99"))))
@@ -134,9 +144,9 @@ def latency_charts(simulation: Simulation, slo: Mapping[str, float]) -> list[str
     return out
 
 
-def timeline_charts(simulation: Simulation) -> list[str]:
-    """Timelines of the first engine: sequences and queue, prefill tokens of steps, KV cache, step time."""
-    steps = simulation.engines[0]
+def timeline_charts(simulation: Simulation, engine: int = 0) -> list[str]:
+    """Timelines of an engine: sequences and queue, prefill tokens of steps, KV cache, step time."""
+    steps = simulation.engines[engine]
     times = [step.start for step in steps]
 
     def line(name: str, values: list[float], color: int = 0) -> Line:

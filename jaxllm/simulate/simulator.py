@@ -14,7 +14,7 @@ import bisect
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from jaxllm.simulate.power import PowerModel
 from jaxllm.simulate.power_cap import PowerGovernor
 from jaxllm.simulate.request_trace import RequestTrace, TraceRequest, token_ids
 from jaxllm.simulate.routing import EngineView, RoutedRequest, Router, RouterState, ShortestQueue
+
+if TYPE_CHECKING:
+    from jaxllm.simulate.pools import DisaggregatedPools
 
 MOST_DOUBLINGS = 12
 """Doublings of a rate after which a trace counts as one that no rate overloads."""
@@ -191,12 +194,17 @@ class Simulation:
         hit_tokens, preemptions: prompt tokens found in the prefix cache, and preemptions, of all engines.
     """
 
-    deployment: Deployment
+    deployment: Deployment | DisaggregatedPools
     trace: RequestTrace
     requests: list[SimulatedRequest]
     engines: list[list[SimulatedStep]]
     hit_tokens: int = 0
     preemptions: int = 0
+
+    @property
+    def shown(self) -> dict[str, int]:
+        """Engines whose batches a report shows, by title."""
+        return {"Batches": 0}
 
     @property
     def results(self) -> list[RequestResult]:
@@ -227,7 +235,7 @@ class Simulation:
         per_hour = self.deployment.dollars_per_hour
         costs = [step.cost for step in steps]
         parts = ("compute", "memory", "network", "launch") if any(cost.flops for cost in costs) else ()
-        joules = self.deployment.joules(costs, len(self.engines) * seconds, power or PowerModel()) if parts else None
+        joules = self.joules(seconds, power or PowerModel()) if parts else None
         found |= {
             "slo": {"ttft": slo.ttft, "tpot": slo.tpot, "share": slo.share},
             "devices": devices,
@@ -246,6 +254,12 @@ class Simulation:
             "joules_per_token": None if joules is None else joules / tokens,
         }
         return found
+
+    def joules(self, seconds: float, power: PowerModel) -> float | None:
+        """Energy of all steps, and of idling in so many seconds; None where it is not known."""
+        assert isinstance(self.deployment, Deployment)
+        costs = [step.cost for own in self.engines for step in own]
+        return self.deployment.joules(costs, len(self.engines) * seconds, power)
 
 
 def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:

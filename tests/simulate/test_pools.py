@@ -7,6 +7,8 @@ import itertools
 
 import pytest
 
+from jaxllm import cli
+from jaxllm.files import read_json
 from jaxllm.models import AttentionConfig, BlockConfig, MlpConfig
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace
@@ -21,6 +23,7 @@ from jaxllm.simulate.pool_search import (
     spent,
 )
 from jaxllm.simulate.pools import DisaggregatedPools, simulate_pools
+from jaxllm.simulate.power import PowerModel
 from tests.simulate.served import MODEL, deployment
 
 
@@ -52,6 +55,40 @@ def test_transfers_are_the_kv_cache_over_the_link():
     assert all(after[0] >= before[1] - 1e-12 for before, after in itertools.pairwise(ordered))
     for one in found.requests:
         assert one.result.chunks[1] - one.result.chunks[0] > size / 1e7
+
+
+def test_figures_are_of_both_pools(tmp_path, capsys):
+    """By hand: energy of each pool with idling, price of both, requests and transfers as they were simulated."""
+    priced = dataclasses.replace(Cluster.parse("h100:1x1").hardware, dollars_per_hour=2.0)
+    one = dataclasses.replace(deployment(), cluster=Cluster("h100:1x1", priced, Cluster.parse("h100:1x1").topology))
+    both, trace = DisaggregatedPools(one, one), make_trace("poisson:400", lengths="100/20", count=30)
+    found, slo, power = simulate_pools(both, trace), ServiceObjective(), PowerModel()
+    figures = found.figures(slo)
+    each = [
+        one.joules([step.cost for own in engines for step in own], found.seconds, power)
+        for engines in (found.prefill, found.decode)
+    ]
+    assert None not in each
+    assert figures["joules_per_token"] == pytest.approx(sum(filter(None, each)) / 600)
+    assert figures["dollars_per_million_tokens"] == pytest.approx(4.0 * found.seconds / 3600 / 600 * 1e6)
+    assert (figures["devices"], both.where) == (2, "2 x h100")
+    assert figures["transferred_bytes"] == sum(size for *_, size in found.transfers)
+    assert list(found.shown.values()) == [0, 1]
+    file, page = tmp_path / "found.json", tmp_path / "page.html"
+    argv = ["simulate", "llama3_8b", "--on", "h100:4", "--trace", "sharegpt:20", "--requests", "20", "--no-curve"]
+    pools_of = [*argv, "--pools", "prefill=tensor:1 x2, decode=tensor:2", "--max-len", "4096"]
+    assert cli.main([*pools_of, "--json", str(file), "--html", str(page)]) == 0
+    assert "KV cache sent to decode engines" in capsys.readouterr().out
+    assert read_json(file)["transferred_bytes"] > 0
+    assert "Batches of a decode engine" in page.read_text()
+    for wrong, said in (
+        (["--pools", "prefill=tensor:1, decode=tensor:2"], "give as many"),
+        (["--pools", "prefill=tensor:2, decode=tensor:2", "--overlap", "nano"], "leave it out"),
+        (["--pools", "prefill=tensor:2, decode=tensor:2", "--router", "all"], "leave --router"),
+        (["--lengths", "code"], "says its lengths"),
+    ):
+        assert cli.main([*argv, *wrong]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_windows_send_only_what_decode_reads():

@@ -31,7 +31,7 @@ def plan_serving(argv: list[str]) -> int:
         slo: str = "ttft=1,tpot=0.05",
         goal: Literal["latency", "energy", "goodput", "cost"] = "latency",
         weights: tuple[str, ...] = ("bfloat16",),
-        kv_dtype: tuple[Literal["auto", "bfloat16", "int8", "fp8"], ...] = ("auto",),
+        kv_dtype: tuple[Literal["auto", "bfloat16", "int8", "fp8", "int4", "bfp4"], ...] = ("auto",),
         budgets: tuple[int, ...] = (512, 2048, 8192),
         max_sequences: int = 256,
         mla: Literal["exact", "tpla"] = "exact",

@@ -24,7 +24,7 @@ def roofline(argv: list[str]) -> int:
         batch: int | None = None,
         seq: int | None = None,
         weights: str = "bfloat16",
-        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
+        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8", "int4", "bfp4"] = "auto",
         hardware: Path | None = None,
         save: Path | None = None,
         html: Path | None = None,

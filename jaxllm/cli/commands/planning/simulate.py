@@ -9,7 +9,7 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model, with_attention_pool
+from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model, with_pools
 
 if TYPE_CHECKING:
     from jaxllm.simulate import Deployment, RequestTrace, Simulation
@@ -34,7 +34,7 @@ def simulate(argv: list[str]) -> int:
         requests: int = 300,
         slo: str = "ttft=1,tpot=0.05",
         weights: str = "bfloat16",
-        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8"] = "auto",
+        kv_dtype: Literal["auto", "bfloat16", "int8", "fp8", "int4", "bfp4"] = "auto",
         max_sequences: int = 256,
         max_batched_tokens: int = 2048,
         max_len: int | None = None,
@@ -65,13 +65,15 @@ def simulate(argv: list[str]) -> int:
         Args:
             model: recipe, FILE.py:FUNCTION, config.json, or a model's directory.
             on: devices: a topology such as h200:1x8 or v6e:2x4, or a number of them, h200:8.
-            trace: poisson:RATE, bursty:RATE, uniform:RATE (requests per second), closed:CLIENTS, or a file of JSON
-                lines {"at": s, "prompt_tokens": n, "max_tokens": n}.
+            trace: poisson:RATE, bursty:RATE, uniform:RATE (requests per second), closed:CLIENTS, a name of --lengths
+                such as sharegpt:RATE, which arrive as poisson:RATE, or a file of JSON lines
+                {"at": s, "prompt_tokens": n, "max_tokens": n}.
             mesh: serving mesh of one engine, such as tensor=4; by default tensor parallelism over all devices. Devices
                 beyond it are further engines behind a router.
             pools: instead of --mesh, weights and attention of an engine on devices of their own, such as
-                "model=tensor:2, attention=tensor:4" (docs/serve/pools.md).
-            overlap: with --pools, nano: two halves of a step take turns on both parts.
+                "model=tensor:2, attention=tensor:4", or engines for each phase, such as
+                "prefill=tensor:2 x1, decode=tensor:4 x1" (docs/serve/pools.md).
+            overlap: with an attention pool, nano: two halves of a step take turns on both parts.
             mla: tpla: latents of multi-head latent attention in slices over tensor, as for `jaxllm serve`.
             kv_span: pages of a request are spread over context, as for `jaxllm serve`.
             lengths: sharegpt, alpaca, conversation, code, PROMPT/OUTPUT, or a CSV file of prompt,output.
@@ -114,6 +116,7 @@ def simulate(argv: list[str]) -> int:
         from jaxllm.simulate import Deployment, ServiceObjective, make_trace
         from jaxllm.simulate import simulate as run_simulation
         from jaxllm.simulate.oversubscription import oversubscribe, oversubscription_text
+        from jaxllm.simulate.pools import DisaggregatedPools, simulate_pools
         from jaxllm.simulate.routing import ROUTERS
         from jaxllm.simulate.simulation_report import html_report, router_table, text_report
         from jaxllm.simulate.simulator import rate_curve
@@ -132,10 +135,9 @@ def simulate(argv: list[str]) -> int:
             kv_dtype=kv_dtype, samplers=("plain",), phase_split=phase_split, mla=mla, kv_span=kv_span,
         )  # fmt: skip
         chosen = MeshSpec.parse(mesh) if mesh else MeshSpec.parse(f"tensor={cluster.devices}")
-        deployment = Deployment(config, cluster, chosen, sizes, weights, longest, host_seconds=host_ms / 1e3)
-        if pools is not None:
-            deployment = with_attention_pool(deployment, pools, overlap, mesh)
-        elif overlap != "none":
+        base = Deployment(config, cluster, chosen, sizes, weights, longest, host_seconds=host_ms / 1e3)
+        deployment = base if pools is None else with_pools(base, pools, overlap, mesh)
+        if pools is None and overlap != "none":
             raise UsageError("--overlap is simulated with an attention pool alone: give --pools, or leave it out.")
         clock = None
         if steps is not None:
@@ -143,15 +145,24 @@ def simulate(argv: list[str]) -> int:
                 raise UsageError(
                     "--steps are of one device and its host; leave --pools, --extra-servers and --host-ms out."
                 )
-            clock = measured_clock(steps, deployment)
+            clock = measured_clock(steps, base)
             print(f"steps: those of {clock.model}, measured on {clock.device}")
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
+        if isinstance(deployment, DisaggregatedPools) and (extra_servers or router != "shortest-queue"):
+            raise UsageError(
+                "engines of prefill and decode pools get the next request when they have the fewest, at their full "
+                "power; leave --router and --extra-servers out."
+            )
+
         def make_router(name: str) -> Router:
+            assert isinstance(deployment, Deployment)
             return mixing_penalty(deployment) if name == "mixing-penalty" else ROUTERS[name]()
 
         def served(what: RequestTrace, name: str = "shortest-queue" if router == "all" else router) -> Simulation:
+            if isinstance(deployment, DisaggregatedPools):
+                return simulate_pools(deployment, what, policy=make_policy)
             host = 0.0 if clock is None else clock.host
             return run_simulation(
                 deployment, what, router=make_router(name), policy=make_policy, clock=clock, host=host
@@ -165,6 +176,7 @@ def simulate(argv: list[str]) -> int:
         if router == "all":
             print(router_table({name: served(requested, name) for name in ROUTERS}))
         if extra_servers:
+            assert isinstance(deployment, Deployment)
             print(oversubscription_text(oversubscribe(deployment, requested, extra_servers)))
         if html is not None:
             write(html_report(simulation, figures, tried, knee or 0.0), html)
