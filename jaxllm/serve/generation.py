@@ -220,7 +220,7 @@ class RequestDispatcher:
             raise ApiError(503, f"the engine is not running: {error}", code="engine_stopped") from error
         except StepFailedError as error:
             timer.ended = "error"
-            raise ApiError(503, str(error), code="weights_unavailable") from error
+            raise ApiError(503, str(error), code=error.code) from error
         except ValueError as error:  # the engine refused the request
             raise ApiError(400, str(error)) from None
         finally:

@@ -35,7 +35,7 @@ from jaxllm.infer.streaming.placement_fit import ModelBytes, TierLimits, fit, pr
 from jaxllm.infer.streaming.step_timeline import BatchesByTurns, Tier, step_time
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.infer.streaming.tier_rates import TierRates
-from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.infer.streaming.weight_file import CacheUnavailableError
 from jaxllm.serve.backend import EngineBackend, describe
 from jaxllm.text import ByteTokenizer
 from tests.infer import engines
@@ -139,6 +139,8 @@ def test_a_part_that_cannot_be_written_ends_the_requests_of_a_following_step(tmp
     while not ended:
         ended = [delta for delta in engine.step() if delta.finish is not None]
     assert re.search(r"KV cache of batch \d in layer \d.*cannot be written: .*No space left", str(request.failure))
+    assert isinstance(request.failure, StepFailedError)
+    assert request.failure.code == "kv_cache_unavailable"
     monkeypatch.setattr(os, "pwrite", real)
     assert [one.sequences[0].tokens for one in engines.serve(engine, serve)] == want
     runner_of(engine).close()
@@ -167,6 +169,7 @@ def test_a_part_that_cannot_be_read_ends_the_requests_of_its_step(tmp_path, monk
         ended = [delta for delta in engine.step() if delta.finish is not None]
     assert isinstance(request.failure, StepFailedError)
     assert re.search(r"KV cache of batch \d in layer \d.*cannot be read: .*Check the disk", str(request.failure))
+    assert request.failure.code == "kv_cache_unavailable"
     monkeypatch.setattr(os, "preadv", real)
     again = engines.serve(engine, serve)
     assert [one.sequences[0].tokens for one in again] == want
@@ -187,9 +190,9 @@ def test_files_have_their_size_from_the_start(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WeightsUnavailableError, match=r"batch 0 in layer 1 cannot be kept there.*Give a directory"):
+    with pytest.raises(CacheUnavailableError, match=r"batch 0 in layer 1 cannot be kept there.*Give a directory"):
         FilePools(template, tmp_path, "the KV cache of batch 0 in layer 1")
-    with pytest.raises(WeightsUnavailableError, match="cannot be kept there"):
+    with pytest.raises(CacheUnavailableError, match="cannot be kept there"):
         FilePools(template, Path("/dev/null/kv"), "the KV cache")
 
 

@@ -23,7 +23,15 @@ class StepFailedError(RuntimeError):
     """A step could not be computed, and the next one may be: the KV cache is not to be used again, its content is lost.
 
     The cause is chained.
+
+    Args:
+        message: says what failed.
+        code: what that is, as servers answer.
     """
+
+    def __init__(self, message: str, code: str = "weights_unavailable"):
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from jaxllm.infer.streaming.layer_store import Unit
 from jaxllm.infer.streaming.sharded_layers import over_mesh
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
-from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.infer.streaming.weight_file import TierUnavailableError
 from jaxllm.models import Functional
 from jaxllm.models.packed_weight import batch_dependent_formats
 
@@ -140,7 +140,7 @@ class StreamedRunner(ModelRunner):
         """Runs the layers as their weights arrive, and starts the end of the step; see ``ModelRunner``.
 
         Raises:
-            StepFailedError: a layer's weights cannot be read. The next step reads them again.
+            StepFailedError: a layer's weights or KV cache cannot be read. The next step reads them again.
             RuntimeError: a step was broken off before by something else, such as Ctrl-C.
         """
         if self._broken is not None:
@@ -150,10 +150,10 @@ class StreamedRunner(ModelRunner):
         try:
             with self._on_mesh():
                 return self._run(shape, packed, masks)
-        except WeightsUnavailableError as error:
+        except TierUnavailableError as error:
             # It was raised between two programs: the pools are those that the last one has returned.
             self.window.restart()
-            raise StepFailedError(str(error)) from error
+            raise StepFailedError(str(error), error.code) from error
         except BaseException as error:
             self._broken = error
             raise

@@ -24,8 +24,26 @@ READ_ATTEMPTS = 3
 """Attempts to read a file before the step fails."""
 
 
-class WeightsUnavailableError(OSError):
-    """The weights of a layer cannot be read; says where, and why."""
+class TierUnavailableError(OSError):
+    """What a tier holds cannot be read or written; says where, and why.
+
+    Attributes:
+        code: what it is, as servers answer.
+    """
+
+    code = "tier_unavailable"
+
+
+class WeightsUnavailableError(TierUnavailableError):
+    """The weights of a layer cannot be read."""
+
+    code = "weights_unavailable"
+
+
+class CacheUnavailableError(TierUnavailableError):
+    """A part of the KV cache cannot be read, or not be written."""
+
+    code = "kv_cache_unavailable"
 
 
 def read_bytes(

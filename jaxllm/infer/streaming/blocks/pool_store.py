@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.infer.streaming.weight_file import CacheUnavailableError
 
 Pools = Any
 """Pools of a part: ``Slots`` of each layer group."""
@@ -45,7 +45,7 @@ class PoolStore(Protocol):
         """The part as arrays of the host, which nobody changes while they are copied to the device.
 
         Raises:
-            WeightsUnavailableError: it cannot be read.
+            CacheUnavailableError: it cannot be read.
         """
         ...
 
@@ -57,7 +57,7 @@ class PoolStore(Protocol):
             content: at least as many pages of each group, those of ``pages`` first.
 
         Raises:
-            WeightsUnavailableError: they cannot be written.
+            CacheUnavailableError: they cannot be written.
         """
         ...
 
@@ -103,7 +103,7 @@ class FilePools:
             what: what it holds, for errors.
 
         Raises:
-            WeightsUnavailableError: the directory has no room for it.
+            CacheUnavailableError: the directory has no room for it.
         """
         self._template, self._what, self._directory = template, what, directory
         self._size = sum(_bytes_of(x) for x in jax.tree.leaves(template))
@@ -116,7 +116,7 @@ class FilePools:
             if self._size:
                 os.posix_fallocate(self._file, 0, self._size)
         except OSError as error:
-            raise WeightsUnavailableError(
+            raise CacheUnavailableError(
                 f"{directory}: {what} cannot be kept there ({self._size / 2**20:.0f} MiB): {error}. Give a directory "
                 "with room for it, fewer pages, or more of the KV cache on the host."
             ) from error
@@ -149,8 +149,8 @@ class FilePools:
         except OSError as error:
             raise self._unavailable("written", error) from error
 
-    def _unavailable(self, done: str, error: OSError) -> WeightsUnavailableError:
-        return WeightsUnavailableError(f"{self._what} in {self._directory} cannot be {done}: {error}. Check the disk.")
+    def _unavailable(self, done: str, error: OSError) -> CacheUnavailableError:
+        return CacheUnavailableError(f"{self._what} in {self._directory} cannot be {done}: {error}. Check the disk.")
 
 
 def _bytes_of(leaf: Any) -> int:

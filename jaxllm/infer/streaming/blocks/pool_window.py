@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxllm.infer.streaming.blocks.pool_store import Part, Pools, PoolStore
-from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.infer.streaming.weight_file import CacheUnavailableError
 
 
 @dataclass
@@ -73,7 +73,7 @@ class PoolWindow:
         """Starts to read the parts of a step, in the order in which they are taken.
 
         Raises:
-            WeightsUnavailableError: a part of the last step could not be written back.
+            CacheUnavailableError: a part of the last step could not be written back.
         """
         self._wait_for_writes(len(self._writing))
         self._to_read.extend(part for part in parts if part not in self.held)
@@ -84,7 +84,7 @@ class PoolWindow:
         """A part on the device, for a program that returns it; waits until it is there.
 
         Raises:
-            WeightsUnavailableError: it cannot be read, or could not be written back after the last step.
+            CacheUnavailableError: it cannot be read, or could not be written back after the last step.
         """
         if part in self.held:
             return self.held[part]
@@ -110,7 +110,7 @@ class PoolWindow:
             pages: their numbers.
 
         Raises:
-            WeightsUnavailableError: an earlier part could not be written back.
+            CacheUnavailableError: an earlier part could not be written back.
         """
         if part in self.held:
             self.held[part] = pools
@@ -174,7 +174,7 @@ class PoolWindow:
                 found = jax.tree.map(np.array, found)
             pools = jax.block_until_ready(jax.device_put(found, self._place))
         except jax.errors.JaxRuntimeError as error:  # such as RESOURCE_EXHAUSTED
-            raise WeightsUnavailableError(
+            raise CacheUnavailableError(
                 f"the KV cache of batch {part.batch} in unit {part.unit} cannot be copied from the {store.tier} tier "
                 f"to the device: {error}. If its memory is full, give fewer pages, or leave less of the KV cache there."
             ) from error
@@ -187,7 +187,7 @@ class PoolWindow:
         try:
             content = jax.tree.map(np.asarray, written)
         except jax.errors.JaxRuntimeError as error:
-            raise WeightsUnavailableError(
+            raise CacheUnavailableError(
                 f"the KV cache of batch {part.batch} in unit {part.unit} cannot be copied to the {store.tier} tier: "
                 f"{error}"
             ) from error
