@@ -14,7 +14,7 @@ import bisect
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from jaxllm.simulate.power import PowerModel
 from jaxllm.simulate.power_cap import PowerGovernor
 from jaxllm.simulate.request_trace import RequestTrace, TraceRequest, token_ids
 from jaxllm.simulate.routing import EngineView, RoutedRequest, Router, RouterState, ShortestQueue
-
-if TYPE_CHECKING:
-    from jaxllm.simulate.pools import DisaggregatedPools
 
 MOST_DOUBLINGS = 12
 """Doublings of a rate after which a trace counts as one that no rate overloads."""
@@ -183,6 +180,31 @@ class SimulatedEngine:
         return EngineView(seen, frozenset(self.prefixes))
 
 
+@runtime_checkable
+class ServedBy(Protocol):
+    """Engines and their devices, of which a report tells."""
+
+    @property
+    def name(self) -> str:
+        """Short description."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """All devices."""
+        ...
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        ...
+
+    @property
+    def dollars_per_hour(self) -> float | None:
+        """Price of all devices; None where it is not known."""
+        ...
+
+
 @dataclass
 class Simulation:
     """Simulated service of a trace.
@@ -194,7 +216,7 @@ class Simulation:
         hit_tokens, preemptions: prompt tokens found in the prefix cache, and preemptions, of all engines.
     """
 
-    deployment: Deployment | DisaggregatedPools
+    deployment: ServedBy
     trace: RequestTrace
     requests: list[SimulatedRequest]
     engines: list[list[SimulatedStep]]

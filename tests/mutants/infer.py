@@ -268,9 +268,23 @@ MUTANTS = [
     Mutant(
         "whole_layers_exceed_the_host",
         "jaxllm/infer/streaming/placement_fit.py",
-        "ways += [way] if whole <= host else []",
-        "ways += [way]",
+        'if layers.bytes["host"] + layers.cache.get("host", 0) > host:',
+        "if False:",
         ("tests/infer/test_placement_fit.py::test_whole_layers_keep_to_the_hosts_limit",),
+    ),
+    Mutant(
+        "all_wanted_experts_are_loaded",
+        "jaxllm/infer/streaming/experts/slot_fit.py",
+        "return self.layers * wanted * (1 - slots / self.experts)",
+        "return self.layers * wanted",
+        ("tests/infer/test_placement_fit.py::test_loads_of_experts_by_chance_are_those_of_slots",),
+    ),
+    Mutant(
+        "experts_take_no_room_of_the_device",
+        "jaxllm/infer/streaming/placement_fit.py",
+        "device = limits.device - slots * mixtures.slot",
+        "device = limits.device",
+        ("tests/infer/test_placement_fit.py::test_the_number_of_slots_is_the_best_of_all[600-10000.0-None]",),
     ),
     Mutant(
         "steps_of_an_engine_land_in_any_order",

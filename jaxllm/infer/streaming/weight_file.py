@@ -25,7 +25,7 @@ READ_ATTEMPTS = 3
 
 
 class TierUnavailableError(OSError):
-    """What a tier holds cannot be read or written; says where, and why.
+    """Weights or a KV cache that cannot be read from a tier, or written to it; says where, and why.
 
     Attributes:
         code: what it is, as servers answer.
