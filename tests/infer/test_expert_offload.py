@@ -151,7 +151,7 @@ def test_experts_elsewhere_are_refused_by_name():
     ):
         with pytest.raises(ValueError, match=said):
             OffloadBudget.parse(text)
-    with pytest.raises(ValueError, match="whole layers"):
+    with pytest.raises(ValueError, match="slots which load them"):
         FitRequest.parse("fit,absent=host")
     budget = OffloadBudget.parse("device=1GiB,disk=d,experts=2,experts_host=1MiB,absent=schedule")
     assert OffloadBudget.parse(str(budget)) == budget

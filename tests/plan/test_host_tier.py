@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
 
+from jaxllm.cli.recipe_arguments import configure, find_recipe
 from jaxllm.data import DataConfig
 from jaxllm.models import MlpConfig
 from jaxllm.models.remat import RematError, moved_values, offloaded_share, policies_by_layer
@@ -26,6 +28,7 @@ from jaxllm.plan.remat_solver import (
     solve_policies,
 )
 from jaxllm.train import RunConfig
+from jaxllm.train.model_flops import train_flops_per_token
 from sharding import MeshSpec
 from tests import tiny
 from tests.plan.test_recompute import SINGLE, bytes_of_layer
@@ -163,3 +166,29 @@ def test_the_tier_of_a_cluster():
     assert tier.seconds_per_byte == 1 / Cluster.parse("v5e:2x2").hardware.host
     assert tier.exposed(0.0, 1.0, 2.0) == 0
     assert tier.exposed(1.0, 0.0, 0.0) == 2 * tier.seconds_per_byte
+
+
+def test_a_row_of_a_million_tokens_moves_the_share_that_the_host_holds():
+    """Llama 3 8B on eight H200, a row of 2^20 tokens over context, by hand. Its attention takes so long that it hides
+    the copies of more than 250 GiB, so the host's memory decides; for short rows the link does."""
+    cluster, mesh, layers, tokens = Cluster.parse("h200:1x8"), MeshSpec.parse("context=8"), 32, 2**20 // 8
+    numbers = {"offload:0": 2 * 4096 + 4096, "offload": 3 * 4096 + 2 * 4096 + 2 * 1024 + 2 * 14336}
+    recipe = configure(find_recipe("llama3_8b"), [])
+
+    def share(length: int, limit: float) -> tuple[float, HostTier]:
+        run = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, seq_len=length, batch_size=1))
+        tier = HostTier.of(run, cluster, mesh, int(limit))
+        none, whole = (
+            RematCandidate(0, 0.0, numbers[name] * 2 * length // 8 * layers) for name in ("offload:0", "offload")
+        )
+        return hidden_share(none, whole, tier, train_flops_per_token(run.model, length) / 3), tier
+
+    long, tier = share(2**20, 250 * 2**30)
+    of_token = 2 * tokens * layers
+    held = (250 * 2**30 / of_token - numbers["offload:0"]) / (numbers["offload"] - numbers["offload:0"])
+    assert long == math.floor(held / SHARE) * SHARE == 0.5
+    assert train_flops_per_token(recipe.model, 2**20) / 3 * tier.seconds_per_flop / tier.seconds_per_byte > 250 * 2**30
+    assert share(2**20, 60 * 2**30)[0] == 0  # less than the layers' inputs and results of attention
+    assert share(2**20, 500 * 2**30)[0] == 0  # all of it: no share
+    short, _ = share(2**13, 250 * 2**30)
+    assert short < long
