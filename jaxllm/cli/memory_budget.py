@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxllm.cli.errors import UsageError
@@ -33,11 +34,13 @@ class MemoryBudget(NamedTuple):
         device: bytes of a device; None: of the devices that are here, what they have.
         host: bytes of the host's memory for each device, for activations and optimizer state; None: none.
         disk: directory and bytes of it for optimizer state and parameters; None: none.
+        hardware: file that gives the rates of the devices (``jaxllm.plan.hardware``); None: their data sheets.
     """
 
     device: int | None
     host: int | None = None
     disk: tuple[str, int] | None = None
+    hardware: Path | None = None
 
 
 def budget_of(within: str, host: str | None) -> MemoryBudget:
@@ -65,7 +68,7 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
         name, _, value = word.partition("=")
         if word == "--fit":
             found[name] = "yes"
-        elif name in ("--within", "--host", "--disk"):
+        elif name in ("--within", "--host", "--disk", "--hardware"):
             found[name] = value or next(words, "")
         else:
             rest.append(word)
@@ -74,13 +77,22 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     within, fit, host = found.get("--within"), "--fit" in found, found.get("--host")
     if host is not None and within is None and not fit and "--disk" not in found:
         raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, --fit, or --disk DIR:SIZE.")
+    hardware = found.get("--hardware")
+    if hardware == "":
+        raise UsageError("--hardware: give the file with the rates of the devices, such as ours.toml.")
+    if hardware is not None and (host is None or (within is None and not fit)):
+        raise UsageError(
+            "--hardware FILE gives the rates by which copies to the host take time; it needs --host SIZE and --within "
+            "SIZE (or --fit)."
+        )
     disk = _disk(found["--disk"]) if "--disk" in found else None
     if within is None and not fit:
         settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
         settings += [] if host is None else ["--disk.host", str(size_of("--host", host))]
         return [*rest, *settings], None
     budget = MemoryBudget(None, None if host is None else size_of("--host", host))
-    return rest, (budget if within is None else budget_of(within, host))._replace(disk=disk)
+    budget = budget if within is None else budget_of(within, host)
+    return rest, budget._replace(disk=disk, hardware=None if hardware is None else Path(hardware))
 
 
 def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
@@ -103,7 +115,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         if there is None:
             raise UsageError(f"--fit: {device.device_kind} does not say how much memory it has; give --within SIZE.")
         limit = int(FIT_SHARE * there)
-    cluster = None if budget.host is None else _cluster_here()
+    cluster = None if budget.host is None else _cluster_here(budget.hardware)
 
     if budget.disk is not None and _placed(config):
         raise UsageError(
@@ -380,17 +392,28 @@ def _with_persistent_share(
     return run_of(chosen)
 
 
-def _cluster_here() -> Cluster:
+def _cluster_here(file: Path | None) -> Cluster:
+    """The devices that are here, by their data sheet or an entry of a file.
+
+    Raises:
+        UsageError: neither knows them.
+        HardwareError: the file is illegal.
+    """
     import jax
 
+    from jaxllm.plan import hardware
     from jaxllm.plan.automatic_layout import cluster_here
-    from jaxllm.plan.hardware import TABLE
 
-    if (found := cluster_here()) is None:
+    table = hardware.TABLE if file is None else hardware.read(file)
+    if (found := cluster_here(table)) is None:
+        kind = jax.devices()[0].device_kind
+        key = kind if re.fullmatch(r"[A-Za-z0-9_-]+", kind) else f'"{kind}"'
         raise UsageError(
-            f"--host: how long copies to the host take is known of {', '.join(TABLE)}, not of {jax.device_count()} "
-            f"times {jax.devices()[0].device_kind}; leave --host out."
+            f"--host: how long copies to the host take is known of {', '.join(table)}, not of {jax.device_count()} "
+            f"times {kind}{'' if file is None else f', and {file} has no entry for them'}: give --hardware FILE whose "
+            f'entry [{key}] has like = "h100" and the rates that differ (flops, bandwidth, host), or leave --host out.'
         )
+    print(f"copies to the host by the rates of {found.name}: {found.hardware.host / 1e9:g} GB/s each way", flush=True)
     return found
 
 

@@ -187,7 +187,7 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
         def laid_out(config: RunConfig) -> RunConfig:
             if config.mesh == "auto":
-                config = planned_here(config, on)
+                config = planned_here(config, on, None if budget is None else budget.hardware)
             return config if budget is None else fitted_here(config, budget)
 
         with processes(config.distributed):
@@ -213,13 +213,19 @@ def without_topology(argv: list[str]) -> tuple[list[str], str]:
     return rest, on
 
 
-def planned_here(config: RunConfig, on: str) -> RunConfig:
-    """The run with the layout that the search finds for the devices that are here; prints it."""
+def planned_here(config: RunConfig, on: str, rates: Path | None = None) -> RunConfig:
+    """The run with the layout that the search finds for the devices that are here; prints it.
+
+    Args:
+        on: topology to plan for; empty: of the devices that are here.
+        rates: hardware file of the devices; None: their data sheets.
+    """
     import jax
 
+    from jaxllm.plan import hardware
     from jaxllm.plan.automatic_layout import automatic_layout, describe
 
-    layout = automatic_layout(config, on)
+    layout = automatic_layout(config, on, hardware.TABLE if rates is None else hardware.read(rates))
     if jax.process_index() == 0:
         print(describe(layout), flush=True)
     return layout.run

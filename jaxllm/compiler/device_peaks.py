@@ -1,6 +1,7 @@
 """Peak FLOP/s, memory bandwidth and clock of devices, by data sheet: the base of MFU and roofline figures.
 
-Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm; NVIDIA H100, H200 and B200 data sheets (no sparsity).
+Sources: cloud.google.com/tpu/docs/system-architecture-tpu-vm; NVIDIA data sheets of A100, A10G, L4, H100, H200 and
+B200; the GA102 and Ada architecture whitepapers of NVIDIA for RTX 3090 and 4090. No sparsity; float32 accumulation.
 """
 
 from __future__ import annotations
@@ -31,10 +32,20 @@ PEAKS = {
     "NVIDIA B200": Peak(2250e12, 7.672e12),
 }
 """Peak rates by the prefix of jax's ``device_kind``; the longest prefix wins."""
+EXACT_PEAKS = {
+    "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12),
+    "NVIDIA GeForce RTX 3090": Peak(71e12, 0.936e12),
+    "NVIDIA GeForce RTX 4090": Peak(165.2e12, 1.008e12),
+    "NVIDIA A10G": Peak(70e12, 0.600e12),
+    "NVIDIA L4": Peak(121e12, 0.300e12),
+}
+"""Peak rates by the whole ``device_kind``: other devices have names that begin with it (L40, RTX 3090 Ti)."""
 
 
 def peak_of(device_kind: str) -> Peak | None:
     """Peak rates of a kind of device; None if unknown (CPUs have no data sheet here)."""
+    if device_kind in EXACT_PEAKS:
+        return EXACT_PEAKS[device_kind]
     names = [name for name in PEAKS if device_kind.startswith(name)]
     return PEAKS[max(names, key=len)] if names else None
 

@@ -8,7 +8,7 @@ import jax
 
 from jaxllm.config import ConfigError
 from jaxllm.plan import layout_search, plan_view
-from jaxllm.plan.hardware import TABLE, Cluster, Hardware
+from jaxllm.plan.hardware import TABLE, UNCOMPILED, Cluster, Hardware
 from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.train import RunConfig
 from sharding.topology import GENERATIONS
@@ -18,27 +18,36 @@ AUTO = "auto"
 
 
 def cluster_here(table: Mapping[str, Hardware] = TABLE) -> Cluster | None:
-    """Cluster of this backend's devices: the most cubic slice, or nodes of up to eight GPUs; None if none is known."""
-    device, count = jax.devices()[0], jax.device_count()
-    known = (name for name, one in GENERATIONS.items() if one.device_kind == device.device_kind and name in table)
-    name = None if device.platform == "cpu" else next(known, None)
-    return None if name is None else Cluster.sized(table[name], count)
+    """Cluster of this backend's devices: the most cubic slice, or nodes of up to eight GPUs; None if none is known.
+
+    Args:
+        table: an entry whose name is the devices' kind as JAX has it, in any case of letters, is taken first; then the
+            only entry that ``TABLE`` does not have; then that of the devices' data sheet.
+    """
+    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    named = [name for name in table if name.casefold() == kind.casefold()]
+    new = [name for name in table if name not in TABLE]
+    kinds = {name: one.device_kind for name, one in GENERATIONS.items()} | UNCOMPILED
+    known = [name for name, one in kinds.items() if one == kind and name in table]
+    names = [*named, *(new if len(new) == 1 else ()), *known]
+    return Cluster.sized(table[names[0]], count) if names else None
 
 
-def automatic_layout(run: RunConfig, on: str = "") -> ParallelLayout:
+def automatic_layout(run: RunConfig, on: str = "", table: Mapping[str, Hardware] = TABLE) -> ParallelLayout:
     """The fastest layout by formula of a run on the devices that are here; the same in each process.
 
     Args:
         run: its mesh, remat, accumulate and parallel settings are ignored.
         on: topology of the devices; empty: what JAX says of them.
+        table: rates of the devices (``cluster_here``).
 
     Raises:
         ConfigError: nothing is known of the devices, there are not as many, or no layout fits.
     """
-    cluster, count = Cluster.parse(on) if on else cluster_here(), jax.device_count()
+    cluster, count = Cluster.parse(on, table) if on else cluster_here(table), jax.device_count()
     if cluster is None:
         raise ConfigError(
-            f'mesh = "auto" plans for {", ".join(TABLE)}, not for {count} times {jax.devices()[0].device_kind}: name a '
+            f'mesh = "auto" plans for {", ".join(table)}, not for {count} times {jax.devices()[0].device_kind}: name a '
             "mesh, or say which devices to plan for, such as --on v6e:2x4."
         )
     if cluster.devices != count:

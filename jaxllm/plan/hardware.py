@@ -17,8 +17,11 @@ network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA da
 (NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX
 systems). Hosts: PCIe x16, generation 4 (A100) and 5; for TPUs it is not published and 16 GB/s are assumed (set host).
 Host memory: that of DGX systems, two processors of eight channels for eight GPUs (DDR4-3200 of A100, DDR5-4800 of
-H100, -5600 of B200). Watts of TPU v4: arXiv:2304.01433, table 4; none are published for other TPUs. Dollars: on-demand
-list prices of cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have no single list price.
+H100, -5600 of B200). Watts of TPU v4: arXiv:2304.01433, table 4; none are published for other TPUs. GPUs of 24 GB: data
+sheets, and NVIDIA's whitepapers of GA102 and Ada for RTX 3090 and 4090; without NVLink (an RTX 3090 has it with a
+bridge alone) they reach each other over PCIe 4.0 x16, as their hosts; of their network 25 Gb/s are assumed; CUDA
+reports about 23.6 GiB of an RTX, and 22 of an A10G or L4, whose memory holds its ECC. Dollars: on-demand list prices of
+cloud.google.com/tpu/pricing in US regions, September 2025; GPUs have no single list price.
 """
 
 from __future__ import annotations
@@ -120,6 +123,21 @@ def _made(
     return Hardware(name, *rates, hbm, link, network, host, hop, tile, like, **more)
 
 
+def _uncompiled(name: str, hbm: int, link: float, network: float, **more: Any) -> Hardware:
+    peak = peak_of(UNCOMPILED[name])
+    assert peak is not None
+    return _made(name, peak, hbm, link, network, like="", gpu=True, tile=128, host=32e9, **more)
+
+
+UNCOMPILED = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "rtx3090": "NVIDIA GeForce RTX 3090",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
+    "a10g": "NVIDIA A10G",
+    "l4": "NVIDIA L4",
+}
+"""JAX's ``device_kind`` of GPUs whose programs are not compiled without one."""
+
 TABLE = {
     hardware.name: hardware
     for hardware in (
@@ -128,27 +146,18 @@ TABLE = {
         _known("v5p", 100e9, 6.25e9, tile=128, int8=2.0, host=16e9, dollars_per_hour=4.20),
         _known("v6e", 100e9, 12.5e9, tile=256, int8=2.0, host=16e9, dollars_per_hour=2.70),
         _known("tpu7x", 50e9, 6.25e9, tile=256, fp8=2.0, host=16e9),
-        _made(
-            "a100",
-            Peak(312e12, 2.039e12),
-            85_097_971_712,
-            300e9,
-            25e9,
-            like="",
-            gpu=True,
-            tile=128,
-            int8=2.0,
-            host=32e9,
-            host_memory=51.2e9,
-            watts=400.0,
-        ),
+        _uncompiled("a100", 85_097_971_712, 300e9, 25e9, int8=2.0, host_memory=51.2e9, watts=400.0),
+        _uncompiled("rtx3090", 25_340_307_046, 32e9, 3.125e9, int8=4.0, watts=350.0),
+        _uncompiled("rtx4090", 25_340_307_046, 32e9, 3.125e9, int8=4.0, fp8=2.0, watts=450.0),
+        _uncompiled("a10g", 23_622_320_128, 32e9, 3.125e9, int8=2.0, watts=300.0),
+        _uncompiled("l4", 23_622_320_128, 32e9, 3.125e9, int8=2.0, fp8=2.0, watts=72.0),
         _known("h100", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=76.8e9, watts=700.0),
         _known("h200", 450e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=76.8e9, watts=700.0),
         _known("b200", 900e9, 50e9, tile=128, int8=2.0, fp8=2.0, host_memory=89.6e9, watts=1000.0),
     )
 }
-"""Hardware by name. A TPU7x's links are a chip's, shared by its two devices. An A100 can be planned for, not compiled
-for.
+"""Hardware by name. A TPU7x's links are a chip's, shared by its two devices. Those of ``UNCOMPILED`` can be
+planned for, not compiled for.
 """
 
 

@@ -20,7 +20,7 @@ from jaxllm.observe.run_record import read_record
 from jaxllm.plan.formulas import step_time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.step_time import StepTime
-from jaxllm.plan.hardware import Cluster, Hardware
+from jaxllm.plan.hardware import UNCOMPILED, Cluster, Hardware
 from jaxllm.train import RunConfig
 from jaxllm.train.run import fitting_mesh
 from sharding.topology import GENERATIONS
@@ -38,7 +38,7 @@ def calibration_of(path: Path, hardware: Hardware) -> Calibration:
     """
     record, seen = read_record(path), read_trace(path / "profiles")
     kind = str(record.facts.get("device_kind", "unknown devices"))
-    wanted = GENERATIONS[hardware.like].device_kind if hardware.like else hardware.name
+    wanted = GENERATIONS[hardware.like].device_kind if hardware.like else UNCOMPILED.get(hardware.name, hardware.name)
     if kind != wanted:
         raise DataError(f"{path} ran on {kind}, not on {wanted} ({hardware.name}): calibrate with a run on that kind.")
     if not seen.steps:

@@ -26,16 +26,28 @@ def test_a_chip_of_several_devices_is_divided_among_them(name):
         ("NVIDIA H100 80GB HBM3", 989e12, 3.352e12),
         ("NVIDIA H200", 989e12, 4.8e12),
         ("NVIDIA B200", 2250e12, 7.672e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12),
+        ("NVIDIA GeForce RTX 3090", 71e12, 0.936e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 1.008e12),
+        ("NVIDIA A10G", 70e12, 0.6e12),
+        ("NVIDIA L4", 121e12, 0.3e12),
     ],
 )
 def test_kinds_by_their_beginning(kind, flops, bandwidth):
     assert peak_of(kind) == (flops, bandwidth)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["NVIDIA L40S", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA A100-SXM4-40GB", "NVIDIA A10"],
+)
+def test_other_devices_whose_names_begin_alike_have_none(kind):
+    assert peak_of(kind) is None
+
+
 def test_every_accelerator_of_the_topologies_has_one_and_others_none():
     assert all(peak_of(g.device_kind) for g in GENERATIONS.values() if g.platform != "cpu")
     assert peak_of("cpu") is None
-    assert peak_of("NVIDIA GeForce RTX 4090") is None
 
 
 @pytest.mark.parametrize("name", CHIPS)

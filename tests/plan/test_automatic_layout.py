@@ -10,7 +10,7 @@ import pytest
 from jaxllm import cli
 from jaxllm.plan import layout_search
 from jaxllm.plan.automatic_layout import cluster_here
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, read
 
 FINISHED = SimpleNamespace(complete=True, signal=None)
 
@@ -42,7 +42,17 @@ def test_mistakes_about_mesh_auto_say_what_to_do(words, says, capsys):
 
 @pytest.mark.parametrize(
     ("kind", "platform", "count", "name"),
-    [("TPU v6 lite", "tpu", 8, "v6e:2x4"), ("NVIDIA H100 80GB HBM3", "gpu", 16, "h100:2x8"), ("cpu", "cpu", 8, None)],
+    [
+        ("TPU v6 lite", "tpu", 8, "v6e:2x4"),
+        ("NVIDIA H100 80GB HBM3", "gpu", 16, "h100:2x8"),
+        ("NVIDIA A100-SXM4-80GB", "gpu", 8, "a100:1x8"),
+        ("NVIDIA GeForce RTX 3090", "gpu", 2, "rtx3090:1x2"),
+        ("NVIDIA GeForce RTX 4090", "gpu", 1, "rtx4090:1x1"),
+        ("NVIDIA A10G", "gpu", 4, "a10g:1x4"),
+        ("NVIDIA L4", "gpu", 1, "l4:1x1"),
+        ("NVIDIA L40S", "gpu", 1, None),
+        ("cpu", "cpu", 8, None),
+    ],
 )
 def test_devices_are_known_by_their_kind(monkeypatch, kind, platform, count, name):
     device = SimpleNamespace(device_kind=kind, platform=platform)
@@ -50,3 +60,24 @@ def test_devices_are_known_by_their_kind(monkeypatch, kind, platform, count, nam
     monkeypatch.setattr("jax.device_count", lambda: count)
     found = cluster_here()
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "name", "host"),
+    [
+        ("cpu", '[cpu]\nlike = "h100"\nhost = 9e9\n', "cpu:1x8", 9e9),
+        ("NVIDIA L40S", '["nvidia l40s"]\nlike = "l4"\nhost = 9e9\n[other]\nlike = "l4"\n', "nvidia l40s:1x8", 9e9),
+        ("NVIDIA L40S", '[ours]\nlike = "l4"\nhost = 9e9\n', "ours:1x8", 9e9),
+        ("NVIDIA L4", "[l4]\nhost = 9e9\n", "l4:1x8", 9e9),
+        ("NVIDIA L4", '[one]\nlike = "l4"\nhost = 9e9\n[two]\nlike = "l4"\n', "l4:1x8", 32e9),
+        ("NVIDIA L40S", '[one]\nlike = "l4"\n[two]\nlike = "l4"\n', None, None),
+        ("NVIDIA L40S", "[l4]\nhost = 9e9\n", None, None),
+    ],
+)
+def test_a_file_gives_the_rates_of_other_devices(monkeypatch, tmp_path, kind, file, name, host):
+    monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(device_kind=kind, platform="any")])
+    monkeypatch.setattr("jax.device_count", lambda: 8)
+    (tmp_path / "ours.toml").write_text(file)
+    found = cluster_here(read(tmp_path / "ours.toml"))
+    assert (found and found.name) == name
+    assert (found and found.hardware.host) == host

@@ -8,19 +8,25 @@ import pytest
 
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.plan.formulas.collective_time import Network
-from jaxllm.plan.hardware import TABLE, Cluster, HardwareError, read
+from jaxllm.plan.hardware import TABLE, UNCOMPILED, Cluster, HardwareError, read
 from sharding import MeshSpec, ShardingError
 from sharding.topology import GENERATIONS
 
 
 def test_every_generation_with_a_compiler_is_in_the_table_with_its_peaks():
-    assert {name for name, kind in GENERATIONS.items() if kind.platform != "cpu"} == {*TABLE} - {"a100"}
+    assert {name for name, kind in GENERATIONS.items() if kind.platform != "cpu"} == {*TABLE} - {*UNCOMPILED}
     for name, hardware in TABLE.items():
         if name in GENERATIONS:
             peak = peak_of(GENERATIONS[name].device_kind)
             assert peak is not None
             assert (hardware.flops, hardware.bandwidth) == peak
             assert hardware.hbm_bytes == GENERATIONS[name].hbm_bytes
+
+
+def test_kinds_without_a_compiler_have_their_peaks():
+    for name, kind in UNCOMPILED.items():
+        assert (TABLE[name].flops, TABLE[name].bandwidth) == peak_of(kind)
+        assert TABLE[name].like == ""
 
 
 def test_a_file_changes_and_adds(tmp_path):

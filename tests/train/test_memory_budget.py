@@ -17,7 +17,7 @@ from jaxllm.cli.memory_budget import MemoryBudget, fitted_here, measured_for, wi
 from jaxllm.config import ConfigError
 from jaxllm.models.remat import policies_by_layer
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.remat_solver import LOOPS, saved_bytes
+from jaxllm.plan.remat_solver import LOOPS, HostTier, saved_bytes
 from jaxllm.train import RunConfig, TrainResult, compile_step
 from jaxllm.train.config import DataConfig
 from jaxllm.train.disk.config import DiskConfig
@@ -38,7 +38,7 @@ def measured(monkeypatch):
     def memory(run: RunConfig) -> tuple[int, int]:
         kept = KEPT | saved_bytes(run.model, KEPT, run.data.seq_len)
         return int(
-            (BASE + sum(kept[name] for name in policies_by_layer(run.model.remat, run.model.segments))) * 2**20
+            (BASE + sum(kept.get(name, 0) for name in policies_by_layer(run.model.remat, run.model.segments))) * 2**20
         ), 0
 
     monkeypatch.setattr(compile_step, "step_memory_here", memory)
@@ -52,6 +52,7 @@ def measured(monkeypatch):
         (["--within", "800MiB", "--host", "2TiB"], [], MemoryBudget(800 << 20, 2 << 40)),
         (["--fit", "--host.optimizer"], ["--host.optimizer"], MemoryBudget(None)),
         (["--steps", "3"], ["--steps", "3"], None),
+        (["--fit", "--host=2", "--hardware", "a.toml"], [], MemoryBudget(None, 2 << 30, None, Path("a.toml"))),
         (["--within", "1", "--disk=/a:b:2"], [], MemoryBudget(1 << 30, None, ("/a:b", 2 << 30))),
         (["--disk", "/a:b:2GiB"], ["--disk.directory", "/a:b", "--disk.bytes", str(2 << 30)], None),
     ],
@@ -67,6 +68,9 @@ def test_budgets_are_read(words, rest, budget):
         (["--within", "0"], "--within 0: give a size"),
         (["--within"], "--within : give a size"),
         (["--host", "3"], "--host SIZE needs --within SIZE"),
+        (["--within", "3", "--hardware", "a.toml"], "--hardware FILE gives the rates .* needs --host SIZE"),
+        (["--disk=/a:2", "--host", "3", "--hardware=a.toml"], "--hardware FILE .* needs --host SIZE and --within SIZE"),
+        (["--fit", "--host", "3", "--hardware"], "--hardware: give the file"),
         (["--disk", "/nvme"], "--disk /nvme: give DIR:SIZE"),
         (["--disk=/nvme:much"], "--disk much: give a size"),
         (["--fit", "--within", "3"], "--fit is the memory that the devices have"),
@@ -94,7 +98,7 @@ def test_the_run_that_is_trained_fits(measured, monkeypatch, capsys):
 
     kept = KEPT | saved_bytes(model, KEPT, seq_len)
     ways = (way for way in itertools.combinations_with_replacement(kept, model.layers) if len(set(way)) <= LOOPS)
-    fitting = [",".join(f"{name}=1" for name in way) for way in ways if sum(map(kept.get, way)) <= 150 - BASE]
+    fitting = [",".join(f"{name}=1" for name in way) for way in ways if sum(map(kept.__getitem__, way)) <= 150 - BASE]
     assert sum(kept[name] for name in policies_by_layer(model.remat, model.segments)) <= 150 - BASE
     assert flops(model.remat) == pytest.approx(min(map(flops, fitting)))
 
@@ -121,7 +125,7 @@ def with_places(monkeypatch):
     monkeypatch.setattr(compile_step, "step_memory_here", memory)
     monkeypatch.setattr(compile_step, "state_bytes_here", state)
     known = Cluster.parse("v6e:2x4")
-    monkeypatch.setattr(memory_budget, "_cluster_here", lambda: known)
+    monkeypatch.setattr(memory_budget, "_cluster_here", lambda _: known)
 
 
 @pytest.mark.drawn(3)
@@ -219,8 +223,26 @@ def test_what_cannot_be_fitted_is_named(measured, finished):
         fitted_here(run, MemoryBudget(BASE - 1 << 20))
     with pytest.raises(UsageError, match="--fit: cpu does not say how much memory it has; give --within SIZE"):
         fitted_here(run, MemoryBudget(None))
-    with pytest.raises(UsageError, match="--host: how long copies to the host take is known of"):
+    known = r"--host: how long copies to the host take is known of .*rtx4090.*, not of 8 times cpu"
+    with pytest.raises(UsageError, match=rf"{known}.*--hardware FILE.*\[cpu\].*like.*or leave --host out"):
         fitted_here(run, MemoryBudget(1 << 30, 1 << 30))
+
+
+def test_a_hardware_file_gives_the_rates_of_devices_without_a_data_sheet(measured, tmp_path, monkeypatch):
+    """Copies to the host are timed by the file's entry of the CPU."""
+    taken, whole = [], HostTier.of
+
+    def of(config, cluster, mesh, limit):
+        taken.append((cluster.name, cluster.hardware.host, limit))
+        return whole(config, cluster, mesh, limit)
+
+    monkeypatch.setattr(HostTier, "of", of)
+    monkeypatch.setattr("jaxllm.train.train", lambda run: TrainResult(Path(run.out), run.steps, True, None, None))
+    file = tmp_path / "cpu.toml"
+    file.write_text('[cpu]\nlike = "h100"\nflops = 1e11\nbandwidth = 2e10\nhost = 1e10\n')
+    words = ["--within", "1GiB", "--host", "2GiB", "--hardware", str(file)]
+    assert cli.main(["train", "quickstart", "--model.layers", "4", *words]) == 0
+    assert taken == [("cpu:1x8", 1e10, 2 << 30)]
 
 
 def test_devices_say_what_fits(measured, finished, monkeypatch):
