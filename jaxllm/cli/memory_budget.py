@@ -123,7 +123,12 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         )
     problem: Exception | None = None
     for run in _places(config, budget):
-        state = state_bytes_here(run)
+        try:
+            state = state_bytes_here(with_remat(run, "full"))
+        except ConfigError as error:  # the run's settings do not go with this place
+            print(f"  not with this run: {error}\n", flush=True)
+            problem = problem or error
+            continue
         if budget.host is not None and state.host > budget.host and not _placed(config):
             run, state = _rest_in_host_memory(run, state, budget.host)
         print(_by_tier(state), flush=True)
@@ -138,7 +143,8 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
             return within_budget(run, MemoryBudget(limit, host), _measured_here, here, cluster)
         except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
-            problem = error
+            if isinstance(error, RematError) or not isinstance(problem, RematError):
+                problem = error
     raise UsageError(str(problem)) from problem
 
 
@@ -324,7 +330,8 @@ def within_budget(
     from jaxllm.train.run_model import run_model
 
     assert budget.device is not None
-    mesh = fitting_mesh(config, run_model(config), *devices)
+    plain = with_remat(config, "full")
+    mesh = fitting_mesh(plain, run_model(plain), *devices)
     tier = None
     if budget.host is not None:
         assert cluster is not None
@@ -332,7 +339,8 @@ def within_budget(
         tier = HostTier.of(in_memory, cluster, mesh, budget.host)
     blocks = block_graphs(config, mesh)
     widths, placed = value_bytes(blocks) if blocks else None, [] if tier is None else placed_policies(blocks)
-    solved = solve(config, budget.device, lambda remat: measure(with_remat(config, remat)), tier, widths, placed)
+    alike = _alike(config, dict(mesh.axes), devices[1])
+    solved = solve(config, budget.device, lambda remat: measure(with_remat(config, remat)), tier, widths, placed, alike)
     candidates = {**solved.named, **solved.tried}
     least = min(one.flops for one in candidates.values())
     rows = [
@@ -349,12 +357,23 @@ def within_budget(
     head = ("model.remat", "GiB", *of_host, "extra FLOPs", "")
     print(columns(head, rows, f"<>{'>>' if of_host else ''}><"), end="\n\n", flush=True)
     chosen = with_remat(config, solved.remat)
-    if tier is not None and config.host.optimizer and not config.host.persistent and config.host.device_every == 1:
+    whole = config.host.optimizer and not config.host.persistent and config.host.device_every == 1
+    if tier is not None and not alike and whole:
         plans_of = functools.partial(persistent_plans, config, budget.device, solved, tier, mesh, widths, placed)
         chosen = _with_persistent_share(config, budget.device, plans_of, tier, measure)
     if compared := remat_table(compare_remat(chosen, blocks)):
         print(compared, end="\n\n", flush=True)
     return chosen
+
+
+def _alike(config: RunConfig, sizes: dict[str, int], platform: str) -> tuple[str, ...]:
+    """The policies for all layers that a run on a mesh can have, where some of those without the host's memory are
+    refused there, as pipelines refuse "attention"; empty where none is."""
+    from jaxllm.plan.remat_solver import NAMED
+    from jaxllm.train.combinations import refused
+
+    legal = tuple(name for name in NAMED if not refused(with_remat(config, name), sizes, platform))
+    return () if legal == NAMED else legal
 
 
 def _with_persistent_share(

@@ -147,6 +147,7 @@ def solve(
     host: HostTier | None = None,
     widths: Mapping[str, float] | None = None,
     placed: Sequence[str] = (),
+    alike: Sequence[str] = (),
 ) -> RematSolution:
     """Per-layer policies that take the least time among those whose step takes at most ``budget`` bytes.
 
@@ -157,6 +158,8 @@ def solve(
         host: where activations may be moved to; None: nowhere, and the least time is the least recomputation.
         widths: bytes of each value that "save" can keep; None: in proportion to its numbers per token.
         placed: further policies of "save" that move values, to be considered with ``host``.
+        alike: the only policies that the run can have, each for all layers, "full" among them, as pipelines do; empty:
+            all, and mixtures of them.
 
     Raises:
         RematError: no policy for all layers fits.
@@ -176,7 +179,12 @@ def solve(
     def seconds(one: RematCandidate) -> float:
         return one.flops if host is None else one.flops * host.seconds_per_flop + one.exposed
 
-    named = {name: measured(name) for name in (NAMED if host is None else (*HOSTED, *NAMED))}
+    named = {name: measured(name) for name in alike or (NAMED if host is None else (*HOSTED, *NAMED))}
+    if alike:
+        if not (found := {name: one for name, one in named.items() if fits(one)}):
+            raise _nothing_fits(named, budget, host)
+        remat = min(found, key=lambda one: (seconds(found[one]), -found[one].bytes))
+        return RematSolution(remat, found[remat], named, {})
     if host is not None and (share := hidden_share(named["offload:0"], named["offload"], host, forward)):
         name = f"offload:{share:g}"
         named = {name: measured(name)} | named

@@ -265,6 +265,37 @@ def test_the_step_is_compiled_for_the_devices_that_are_here(finished):
     assert none[1] == full[1] == 0
 
 
+@pytest.mark.drawn(5)
+def test_pipelines_have_the_policies_that_they_support(finished, monkeypatch, capsys):
+    """The steps are compiled; of policies that pipelines refuse none is, and layers are recomputed alike."""
+    found: dict[str, tuple[int, int]] = {}
+    compiled = compile_step.step_memory_here
+
+    def memory(run: RunConfig) -> tuple[int, int]:
+        if run.model.remat not in found:
+            found[run.model.remat] = compiled(run)
+        return found[run.model.remat]
+
+    monkeypatch.setattr(compile_step, "step_memory_here", memory)
+    run = dataclasses.replace(runs.run_config(finished, batch_size=32), mesh="stage=2,data=4", accumulate=4)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=4, remat="none=2,full=2"))
+    assert fitted_here(run, MemoryBudget(1 << 40)).model.remat == "none"
+    sizes = {remat: device for remat, (device, _) in found.items()}
+    assert set(sizes) == {"full", "elementwise", "none"}
+    for remat, size in sizes.items():
+        least = [name for name in ("none", "elementwise", "full") if sizes[name] <= size]
+        assert fitted_here(run, MemoryBudget(size)).model.remat == least[0], remat
+    with pytest.raises(UsageError, match="with every block computed again a step takes"):
+        fitted_here(run, MemoryBudget(min(sizes.values()) - 1))
+    monkeypatch.setattr(memory_budget, "_cluster_here", lambda _: Cluster.parse("v6e:2x4"))
+    assert fitted_here(run, MemoryBudget(sizes["none"], 1 << 30)).model.remat == "none"
+    capsys.readouterr()
+    with pytest.raises(UsageError, match="with every block computed again a step takes"):
+        fitted_here(run, MemoryBudget(min(sizes.values()) - 1, 1 << 30))
+    assert "host.optimizer" in capsys.readouterr().out, "the place that pipelines refuse is named"
+    assert set(found) == set(sizes)
+
+
 def test_several_runs_in_one_step_have_remats_of_their_own(capsys):
     assert cli.main(["train", "quickstart", "--together", "runs.toml", "--within", "1"]) == 2
     assert "give each its model.remat" in capsys.readouterr().err
