@@ -106,10 +106,20 @@ CASES = list(itertools.product(("llama", "gemma3", "mixtral"), ("int8", "fp8", "
 
 @proof("offload", cases=CASES, sample=1, float64=True, bound={"logprobs": 1e-12})
 def quantised_blocks_too(case: tuple[str, str]) -> dict[str, float]:
-    """With KV cache formats that lose bits, in host memory and files: tokens and log-probabilities of resident ones."""
+    """With KV cache formats that lose bits, parts in each tier: tokens and log-probabilities of resident ones."""
     with tempfile.TemporaryDirectory() as folder:
-        cache = CachePlacement(2, 4000, 4000, Path(folder))
-        return {"logprobs": beside_resident(*case, WeightPlacement(2, cache=cache))}
+        cache = CachePlacement(2, 40000, 40000, Path(folder))
+        return {"logprobs": beside_resident(*case, WeightPlacement(2, cache=cache), every_tier)}
+
+
+def every_tier(engine: Any) -> None:
+    """Parts of the KV cache stay on the device, and others were read from the host's memory and from files."""
+    runner = engine.runner
+    assert isinstance(runner, BlockRunner)
+    check_parts(runner)
+    counts = runner.parts.counts
+    assert runner.parts.held
+    assert min(counts.reads["host"], counts.reads["disk"], counts.written_pages["host"], counts.written_pages["disk"])
 
 
 @proof(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,17 +192,23 @@ def quantised_caches_too(case: tuple[str, str, str]) -> dict[str, float]:
         return {"logprobs": beside_resident(model, kv_format, place)}
 
 
-def beside_resident(model: str, kv_dtype: str, placement: WeightPlacement) -> float:
+def beside_resident(
+    model: str, kv_dtype: str, placement: WeightPlacement, look: Callable[[Any], None] = lambda _: None
+) -> float:
     """Serves the same traffic with resident and with placed weights; the tokens are equal.
+
+    Args:
+        model, kv_dtype, placement: what is served, and how.
+        look: looks at the engine with placed weights when it has served.
 
     Returns:
         The largest difference of a log-probability.
     """
     config = dataclasses.replace(engines.ENGINES["roomy"], kv_dtype=kv_dtype, prefix_cache=False, decode_steps=1)
     requests = [one | {"cancel": None} for one in engines.traffic(np.random.default_rng(7), config, 5)]
-    made = [
-        engines.serve(engines.build(config, model, "float64", placement=one), requests) for one in (None, placement)
-    ]
+    both = [engines.build(config, model, "float64", placement=one) for one in (None, placement)]
+    made = [engines.serve(engine, requests) for engine in both]
+    look(both[1])
     worst = 0.0
     for one, other in zip(*made, strict=True):
         for a, b in zip(one.sequences, other.sequences, strict=True):
