@@ -1,4 +1,4 @@
-"""Pinned memory: host memory that an accelerator copies from by itself, twice as fast as from pages that may move.
+"""Pinned memory: host memory whose pages stay where they are, so that an accelerator copies from it by itself.
 
 Copies from other host memory go through a pinned buffer first, and keep a processor at work meanwhile.
 """
