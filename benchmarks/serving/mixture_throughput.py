@@ -19,25 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxllm.convert.load import LoadedModel
-from jaxllm.infer import EngineConfig, SamplingParams
-from jaxllm.infer.engine.engine import Engine
-from jaxllm.infer.streaming.layer_store import LoadedLayers, units_of
+from benchmarks.serving.random_mixture import RandomMixture, mixture_of
+from jaxllm.infer import SamplingParams
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
-from jaxllm.infer.streaming.open_streamed import model_bytes
 from jaxllm.infer.streaming.placement_fit import predict
-from jaxllm.infer.streaming.streamed_weights import StreamedWeights
 from jaxllm.infer.streaming.throughput_bound import EngineLimits, Workload, bound, predicted
 from jaxllm.infer.streaming.tier_benchmark import measure_tiers
-from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, functional
-from jaxllm.text import ByteTokenizer
 
-MODEL = DecoderConfig(
-    2048, 256, 6, pattern=(BlockConfig(AttentionConfig(4, 2, 64), MoeConfig(experts=8, top_k=2, hidden=512)),)
-)
 STEP_TOKENS = 64
 """Most tokens of a step, and the size of its program: the cost of a step does not depend on how full it is."""
 TURNS = 4
@@ -47,27 +37,21 @@ TURNS = 4
 class StreamedWorkload:
     """An engine with the mixture's layers in files, and requests for it."""
 
-    def __init__(self, params: Any, window: int, batch: int, prompt: int, generated: int, folder: Path):
+    def __init__(self, model: RandomMixture, window: int, batch: int, prompt: int, generated: int, folder: Path):
         self.work = Workload(TURNS * batch, prompt, generated)
         self.limits = EngineLimits(STEP_TOKENS, batch, batch * (prompt + generated))
-        model, layers = functional(MODEL), LoadedLayers(params)
-        ends = {name: value for name, value in params.items() if name != "segments"}
-        units = units_of(MODEL.segments)
-        sizes = [sum(x.nbytes for x in jax.tree.leaves(layers.read(unit, jax.devices()[0]))) for unit in units]
-        self.bytes, self.budget = model_bytes(model, sizes, ends), OffloadBudget(window, 0, 0, folder)
-        weights = StreamedWeights.of(model, ends, layers, self.budget.placement(sizes), ["mixture"])
-        config = EngineConfig(
-            max_sequences=batch, max_batched_tokens=STEP_TOKENS, max_len=prompt + generated, layer_window=window,
-            buckets=(STEP_TOKENS,), samplers=("plain",), prefix_cache=False,
+        self.bytes, self.budget = model.bytes, OffloadBudget(window, 0, 0, folder)
+        self.engine = model.engine(
+            self.budget, max_sequences=batch, max_batched_tokens=STEP_TOKENS, max_len=prompt + generated,
+            buckets=(STEP_TOKENS,),
         )  # fmt: skip
-        self.engine = Engine.of(model, weights, config, strict=True)
 
     def tokens_per_second(self) -> float:
         """Measured: generated tokens of all requests by the time until the last."""
         rng, work = np.random.default_rng(0), self.work
         params = SamplingParams(max_tokens=work.generated, temperature=0.0, ignore_eos=True)
         for _ in range(work.requests):
-            self.engine.submit(rng.integers(0, MODEL.vocab_size, work.prompt), params)
+            self.engine.submit(rng.integers(0, self.engine.vocab_size, work.prompt), params)
         begin = time.perf_counter()
         while self.engine.busy:
             self.engine.step()
@@ -95,15 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     ways = [
         (int(w), int(b), p, g) for w in asked.windows.split(",") for b in asked.batches.split(",") for p, g in lengths
     ]
-    params = functional(MODEL).init(jax.random.key(0))
-    ends = {name: value for name, value in params.items() if name != "segments"}
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    loaded = LoadedModel(functional(MODEL), ends, ByteTokenizer(), None, mesh, 0, {}, None)
+    model = RandomMixture(mixture_of(layers=6, heads=4, hidden=512))
     best: dict[tuple[int, ...], list[float]] = {way: [0.0] * 3 for way in ways}
     with tempfile.TemporaryDirectory(dir=asked.disk) as folder:
-        made = {way: StreamedWorkload(params, *way, Path(folder)) for way in ways}
+        made = {way: StreamedWorkload(model, *way, Path(folder)) for way in ways}
         for _ in range(asked.rounds):
-            rates = measure_tiers(loaded, LoadedLayers(params), asked.disk, batches=[STEP_TOKENS], prompt=32)
+            rates = measure_tiers(model.loaded, model.layers, asked.disk, batches=[STEP_TOKENS], prompt=32, slots=False)
             for way, one in made.items():
                 found = *one.predictions(rates), one.tokens_per_second()
                 best[way] = [max(old, new) for old, new in zip(best[way], found, strict=True)]

@@ -42,6 +42,7 @@ def is_user_error(error: Exception) -> bool:
     from jaxllm.data import CursorMismatch, DataError
     from jaxllm.hub import HubError
     from jaxllm.infer import ModelNotFoundError
+    from jaxllm.infer.streaming.weight_file import TierUnavailableError
     from jaxllm.observe.metric_sinks import SinkError
     from jaxllm.parallel.cluster_environment import ClusterError
     from jaxllm.parallel.distributed import DistributedError
@@ -73,6 +74,7 @@ def is_user_error(error: Exception) -> bool:
         ScheduleError,
         ShardingError,
         SinkError,
+        TierUnavailableError,
         UsageError,
     )
     # Configurations raise plain ValueErrors in their __post_init__; a ValueError of another library is a bug.

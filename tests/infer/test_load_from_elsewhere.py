@@ -97,14 +97,17 @@ def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: p
     model, rates = save(tmp_path / "model", **MIXTURE), tmp_path / "rates.json"
     whole = ("--tiers-disk", str(tmp_path), "--batches", "1", "2", "--prompt", "4")
     assert cli.main(["bench", model, "--tiers", str(rates), *whole]) == 0
-    assert "in slots ms" in capsys.readouterr().out
+    assert "25% files" in capsys.readouterr().out
     measured = TierRates.read(rates)
-    assert len(measured.slot_seconds) == len(measured.tokens)
-    assert measured.expert_load > 0
+    assert measured.slot_shares == (0.25, 0.5, 1.0)
+    assert [len(row) for row in measured.slot_seconds] == [2] * 3
+    assert measured.slot_seconds[-1] == measured.slot_file_seconds[-1]
+    assert measured.slot_seconds[:2] != measured.slot_file_seconds[:2]
     # A link so slow that only bytes count: the most slots that fit beside the rest of the layers.
     dataclasses.replace(
-        measured, host=1e3, disk=(1e3,), disk_cold=(), expert_load=1.0, slowdowns=(), disk_shares=()
-    ).write(rates)
+        measured, host=1e3, disk=(1e3,), disk_cold=(), slowdowns=(), disk_shares=(), slot_shares=(), slot_seconds=(),
+        slot_file_seconds=(),
+    ).write(rates)  # fmt: skip
     command = ["generate", model, "--prompt", "Hello", "--max-tokens", "6", "--temperature", "0"]
     said = []
     limits = f"fit,device=70KiB,length=64,rates={rates}"

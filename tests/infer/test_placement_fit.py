@@ -156,12 +156,21 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     beside = dataclasses.replace(RATES, disk_cold=(5.0,), slowdowns=((1.0, 2.0),), disk_shares=((0.5, 1.0),))
     beside.write(file)
     assert TierRates.read(file) == beside
-    in_slots = dataclasses.replace(RATES, slot_seconds=(1.5, 3.0), expert_load=0.25)
+    in_slots = dataclasses.replace(
+        RATES, slot_shares=(0.25, 0.5, 1.0), slot_seconds=((4.0, 8.0), (3.0, 6.0), (1.5, 3.0)),
+        slot_file_seconds=((5.0, 9.0), (3.5, 7.0), (1.5, 3.0)),
+    )  # fmt: skip
     in_slots.write(file)
     assert TierRates.read(file) == in_slots
-    assert (in_slots.slot_layers(8), RATES.slot_layers(8)) == (3.0, 2.0)
-    assert "an expert to its slot 250.00 ms" in str(in_slots)
+    assert [in_slots.slot_layers(8, share) for share in (0.125, 0.25, 0.75, 1.0)] == [9.0, 8.0, 4.5, 3.0]
+    assert [in_slots.slot_layers(1, share, files=True) for share in (0.25, 0.75)] == [5.0, 2.5]
+    assert "25% host   25% files    50% host   50% files        100%" in str(in_slots)
     assert "3000.00" in str(in_slots)
+    cold = dataclasses.replace(in_slots, disk_cold=(5.0,)).cold()
+    assert (cold.slot_seconds, cold.slot_file_seconds) == (in_slots.slot_seconds, ())
+    for rates, files in ((RATES, False), (cold, True)):
+        with pytest.raises(ValueError, match="no layers with experts in slots"):
+            rates.slot_layers(1, 0.5, files=files)
     assert (beside.cold().disk, RATES.cold().disk) == ((5.0,), (50.0,))
     assert (beside.slowdown(1, 1), beside.slowdown(8, 3), beside.disk_share(1, 2)) == (1.0, 2.0, 0.5)
     assert "1.00 x,  50%" in str(beside)
@@ -169,8 +178,11 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         ({"slowdowns": ((1.0,),)}, "slowdowns needs a row"),
         ({"disk_shares": ((1.0, 1.0),) * 2}, "disk_shares needs a row"),
         ({"disk": ()}, "one loader at least"),
-        ({"slot_seconds": (1.0,)}, "slot_seconds needs as many"),
-        ({"expert_load": -1.0}, "above 0"),
+        ({"slot_seconds": ((1.0, 1.0),)}, "slot_seconds needs a row"),
+        ({"slot_shares": (1.0,), "slot_seconds": ((1.0,),)}, "slot_seconds needs a row"),
+        ({"slot_file_seconds": ((1.0, 1.0),)}, "slot_file_seconds needs a row"),
+        ({"slot_shares": (0.5,), "slot_seconds": ((1.0, 1.0),)}, "ascending to 1"),
+        ({"slot_shares": (1.0,), "slot_seconds": ((-1.0, 1.0),)}, "above 0"),
         ({"disk_cold": (1.0, 2.0)}, "cold ones for as many"),
         ({"disk": (0.0,)}, "above 0"),
     ):
@@ -308,10 +320,18 @@ def test_a_step_with_slots_by_hand():
     assert one.seconds == pytest.approx(1.0 + 0.5 + 10 * 2 * 0.5 * 10 / 200)
     assert one.bytes == {"device": 200 + 4 * 100, "host": 800, "disk": 0}
     assert one.limit == "computing"
-    measured = dataclasses.replace(RATES, slot_seconds=(2.0, 4.0), expert_load=0.5)
+    measured = dataclasses.replace(RATES, slot_shares=(0.25, 0.75, 1.0), slot_seconds=((9, 12), (5, 6), (2, 4)))
     slower = predict(MIXTURE, measured, budget, 1)
-    assert slower.seconds == pytest.approx(2.0 + 0.5 + 10 * 0.5)
+    assert slower.seconds == pytest.approx(0.5 + (9 + 5) / 2)
     assert slower.limit == "loads of experts"
+    # Beyond what was measured the layers take in proportion to tokens, and loads as many as by chance.
+    longer = predict(MIXTURE, measured, budget, 16)
+    growth = (1 - 0.75**16) / (1 - 0.75**8)
+    assert longer.seconds == pytest.approx(1.0 + 8 + growth * ((12 + 6) / 2 - 4))
+    half = dataclasses.replace(budget, disk=DISK, experts_host=400)
+    assert predict(MIXTURE, measured, half, 1).seconds == pytest.approx(7.5 + 10 * 0.5 * 10 / 50)
+    with_files = dataclasses.replace(measured, slot_file_seconds=((11, 12), (9, 6), (2, 4)))
+    assert predict(MIXTURE, with_files, half, 1).seconds == pytest.approx(0.5 + (7 + 10) / 2)
     # Half of the experts in files: half of the loads are reads of 10 / 50 s first.
     files = dataclasses.replace(budget, disk=DISK, experts_host=400)
     assert predict(MIXTURE, RATES, files, 1).seconds == pytest.approx(1.5 + 10 * (10 / 200 + 0.5 * 10 / 50))

@@ -14,7 +14,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.cli.errors import is_user_error
 from jaxllm.infer import EngineConfig, SamplingParams
+from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.streaming import layer_store, pinned_memory
 from jaxllm.infer.streaming.abstract_streamed import AbstractStreamedRunner
@@ -25,6 +27,8 @@ from jaxllm.infer.streaming.layer_store import HostLayers, LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
+from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
+from jaxllm.models import functional
 from jaxllm.quant.packing import pack_params
 from sharding import MeshSpec
 from tests.infer import adapters, engines
@@ -284,6 +288,21 @@ def test_requests_fail_while_the_engine_decodes_and_others_go_on(tmp_path, float
         engine.step()
     assert waiting.failure is None
     assert waiting.sequences[0].tokens == want
+
+
+def test_layers_that_stay_need_room():
+    """The first layer is read for its shapes, the others to stay: either fails by name, as the user's to mend."""
+    model = functional(engines.model_of("llama", "float32"))
+    params = model.init(jax.random.key(0))
+    ends = {name: value for name, value in params.items() if name != "segments"}
+    layers = LoadedLayers(params)
+    for full in (0, 1):
+        weights = StreamedWeights.of(model, ends, layers, WeightPlacement(device_units=2))
+        unit = weights.units[full]
+        weights = dataclasses.replace(weights, stores={**weights.stores, unit: FullDevice()})  # type: ignore[dict-item]
+        with pytest.raises(WeightsUnavailableError, match=f"layer {unit.first} cannot be copied.*no room") as caught:
+            Engine.of(model, weights, dataclasses.replace(engines.ENGINES["roomy"], layer_window=2), strict=True)
+        assert is_user_error(caught.value)
 
 
 def test_a_read_that_failed_ahead_of_its_use_is_tried_again(tmp_path):

@@ -8,6 +8,7 @@ arXiv:2410.08791).
 from __future__ import annotations
 
 import collections
+import gc
 import math
 import threading
 import time
@@ -60,6 +61,9 @@ class LayerWindow:
             computing take turns.
         resident: units that stay on the device.
         loaders: threads that read.
+
+    Raises:
+        WeightsUnavailableError: a unit that stays cannot be read, or has no room.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class LayerWindow:
             raise ValueError(f"a window of {size} units and {loaders} loaders: give 1 or more of each.")
         self.units, self.device, self.stores = units, device, stores
         self.counts = StreamCounts()
-        self._held = {unit: stores[unit].read(unit, device) for unit in resident}
+        self._held = {unit: self._read(unit) for unit in resident}
         self._streamed = [unit for unit in units if unit not in self._held]
         self.size = min(size, len(self._streamed))
         self._pool = ThreadPoolExecutor(loaders, "layers")
@@ -150,25 +154,40 @@ class LayerWindow:
         if freed is not None:
             for leaf in jax.tree.leaves(freed):
                 leaf.delete()
+            # On a CPU an array may be the host's own buffer, which JAX lets go when Python next collects garbage.
+            gc.collect(0)
             with self._lock:
                 self._on_device -= 1
         with self._lock:
             self._on_device += 1
             self.counts.most = max(self.counts.most, self._on_device)
-        store = self.stores[unit]
         try:
-            weights = jax.block_until_ready(store.read(unit, self.device))
-        except BaseException as error:
+            weights = self._read(unit)
+        except BaseException:
             with self._lock:
                 self._on_device -= 1
                 self.counts.failures += 1
-            if isinstance(error, jax.errors.JaxRuntimeError):  # such as RESOURCE_EXHAUSTED
-                raise WeightsUnavailableError(
-                    f"layer {unit.first} cannot be copied from the {store.tier} tier to {self.device}: {error}. If its "
-                    "memory is full, give a smaller window, fewer resident layers or a smaller KV cache."
-                ) from error
             raise
+        tier = self.stores[unit].tier
         with self._lock:
-            self.counts.reads[store.tier] += 1
-            self.counts.read_bytes[store.tier] += sum(x.nbytes for x in jax.tree.leaves(weights))
+            self.counts.reads[tier] += 1
+            self.counts.read_bytes[tier] += sum(x.nbytes for x in jax.tree.leaves(weights))
         return weights
+
+    def _read(self, unit: Unit) -> Any:
+        return read_unit(self.stores[unit], unit, self.device)
+
+
+def read_unit(store: LayerStore, unit: Unit, device: jax.Device) -> Any:
+    """Weights of a unit that are on the device.
+
+    Raises:
+        WeightsUnavailableError: they cannot be read, or the device has no room.
+    """
+    try:
+        return jax.block_until_ready(store.read(unit, device))
+    except jax.errors.JaxRuntimeError as error:  # such as RESOURCE_EXHAUSTED
+        raise WeightsUnavailableError(
+            f"layer {unit.first} cannot be copied from the {store.tier} tier to {device}: {error}. If its memory is "
+            "full, give a smaller window, fewer resident layers or a smaller KV cache."
+        ) from error

@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.infer.streaming.blocks.cache_placement import PARTS_ON_DEVICE, STREAM_TIERS, StreamTier
-from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes, experts_on_host, load_seconds, rates_with_slots
+from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes, experts_on_host, rates_with_slots
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.step_timeline import BatchesByTurns, Tier, step_time
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
@@ -280,8 +280,9 @@ def predict(
     from_files = 1 - on_host / whole
     with_slots = rates_with_slots(mixtures, rates, budget.experts, from_files, budget.loaders)
     one = _predict_layers(_without_experts(model), with_slots, budget, batch, length, page)
-    loads = mixtures.missing(budget.experts, batch) * load_seconds(mixtures, rates, from_files, budget.loaders)
-    longest = "loads of experts" if one.limit == "computing" and loads > with_slots.layers(batch) / 2 else one.limit
+    computing = rates_with_slots(mixtures, rates, mixtures.experts, 0.0, budget.loaders).layers(batch)
+    loads = with_slots.layers(batch) - computing
+    longest = "loads of experts" if one.limit == "computing" and loads > computing else one.limit
     held = {"device": budget.experts * mixtures.slot, "host": on_host, "disk": whole - on_host}
     return replace(one, bytes={tier: size + held[tier] for tier, size in one.bytes.items()}, limit=longest)
 

@@ -22,6 +22,7 @@ from jaxllm.infer.runner.serving_mesh import put
 from jaxllm.infer.runner.step.step_shape import StepShape
 from jaxllm.infer.streaming.experts.expert_stage import ExpertStage
 from jaxllm.infer.streaming.layer_store import Unit
+from jaxllm.infer.streaming.layer_window import read_unit
 from jaxllm.infer.streaming.sharded_layers import over_mesh
 from jaxllm.infer.streaming.streamed_step import StreamedStep
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
@@ -60,8 +61,8 @@ class StreamedRunner(ModelRunner):
         self._placed = repr(weights.placement)
         self.units = weights.units
         self._broken: BaseException | None = None
+        self._layers = _abstract_layers(weights, device)
         self.window = weights.window(device)
-        self._layers = self._abstract_layers()
         self.experts: ExpertStage | None = None
         if weights.experts:
             self.experts = ExpertStage(weights.experts, weights.placement, place, config.max_batched_tokens)
@@ -90,19 +91,6 @@ class StreamedRunner(ModelRunner):
     @property
     def _page_key(self) -> list[str]:
         return [self._placed]
-
-    def _abstract_layers(self) -> dict[int, Any]:
-        """Shapes of the weights of a unit of each segment, of which all units must be alike."""
-        found: dict[int, Any] = {}
-        for unit in self.units:
-            if unit.segment not in found:
-                tree = self.window.resident(unit)
-                if tree is None:
-                    tree = self.window.stores[unit].read(unit, self.window.device)
-                found[unit.segment] = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-                )
-        return found
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
         programs, first = super()._programs()
@@ -279,6 +267,18 @@ def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> N
             f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
             "draft:MODEL or ngram."
         )
+
+
+def _abstract_layers(weights: StreamedWeights, device: jax.Device) -> dict[int, Any]:
+    """Shapes of the weights of a unit of each segment, of which all units are alike; read before any has a place."""
+    found: dict[int, Any] = {}
+    for unit in weights.units:
+        if unit.segment not in found:
+            found[unit.segment] = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                read_unit(weights.stores[unit], unit, device),
+            )
+    return found
 
 
 class _Group:

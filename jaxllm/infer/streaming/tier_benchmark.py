@@ -2,7 +2,7 @@
 
 Computing is measured by an engine all of whose layers are a few copies of the first one of their kind, which are on the
 device; the rest of a step by the same engine without layers. Reads are those of the stores that serve. Of a mixture an
-engine with all experts of some layers in slots is measured beside it.
+engine with shares of the experts of some layers in slots is measured beside it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from jaxllm.convert.load import LoadedModel
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SamplingParams
+from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import (
     HostLayers,
@@ -50,6 +51,8 @@ PAGE = 32
 """Tokens of a page of the KV cache."""
 ROUNDS = 3
 """Rounds over all batch sizes, of which the fastest counts."""
+SLOT_SHARES = (1 / 4, 1 / 2, 1)
+"""Shares of a layer's experts in slots that are measured."""
 COPIED_BYTES = 2**28
 """Bytes of the copies of a layer that compute by turns: no processor's cache holds them, as none holds a model."""
 
@@ -88,6 +91,7 @@ def measure_tiers(
     prompt: int = 16,
     loaders: int | None = None,
     steps: int = 8,
+    slots: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> TierRates:
     """Measures a model's tiers.
@@ -100,6 +104,7 @@ def measure_tiers(
         prompt: tokens of the sequences that are decoded.
         loaders: most threads that read; None: four, or as many as there are processors if these are fewer.
         steps: steps that are timed of each batch size.
+        slots: layers with experts in slots are measured too, where the model has mixtures.
         tell: told what is measured now.
 
     Raises:
@@ -120,11 +125,11 @@ def measure_tiers(
             runner.units = []
             ends[batch] = min(ends[batch], decode_step_seconds(engine, batch, prompt, steps))
     runner.units = units
-    in_slots: tuple[tuple[float, ...], float] = (), 0.0
-    if (some := _slot_units(loaded, layers, units)) and batches:
-        tell("experts in slots")
-        in_slots = _with_slots(engine, loaded, layers, some, batches, prompt, steps)
     of_layers = [max(whole[batch] - ends[batch], 1e-9) for batch in batches]
+    in_slots = SlotSteps()
+    if slots and (some := _slot_units(loaded, layers, units)):
+        decoding = _Decoding(batches, prompt, steps)
+        in_slots = _with_slots(engine, list(ends.values()), loaded, layers, some, directory, decoding, tell)
     host_device, device = jax.devices("cpu")[0], runner.window.device
     tell("copies from the host")
     first = HostLayers(layers, units[:1])
@@ -147,12 +152,9 @@ def measure_tiers(
             slowdowns.append(tuple(max(1.0, s / whole[batch]) for batch, (s, _) in zip(batches, beside, strict=True)))
             shares.append(tuple(min(1.0, rate / disk[readers - 1]) for _, rate in beside))
     runner.close()
-    longer, of_load = in_slots
-    mixtures = sum(_holds_experts(loaded, unit) for unit in units)
-    slot_seconds = tuple(max(s + mixtures * more, 1e-9) for s, more in zip(of_layers, longer, strict=False))
     return TierRates(
         device.device_kind, tuple(batches), tuple(of_layers), tuple(ends.values()), host, disk, cold,
-        tuple(slowdowns), tuple(shares), slot_seconds, of_load,
+        tuple(slowdowns), tuple(shares), in_slots.shares, in_slots.host, in_slots.files,
     )  # fmt: skip
 
 
@@ -177,44 +179,101 @@ def _slot_units(loaded: LoadedModel, layers: LayerStore, units: list[Unit]) -> l
     return [unit for unit in units if unit.segment == first.segment][:many]
 
 
+@dataclass(frozen=True)
+class _Decoding:
+    """Steps that are timed: ``steps`` for each batch size, of sequences of ``prompt`` tokens."""
+
+    batches: Sequence[int]
+    prompt: int
+    steps: int
+
+    def seconds(self, engine: Engine, batch: int) -> float:
+        """Seconds of a step: the fastest of some rounds."""
+        return min(decode_step_seconds(engine, batch, self.prompt, self.steps) for _ in range(ROUNDS))
+
+
+@dataclass(frozen=True)
+class SlotSteps:
+    """Seconds of all layers with experts in slots.
+
+    Attributes:
+        shares: of a layer's experts that were in slots, ascending.
+        host: for each, by batch size, with the others in host memory.
+        files: the same with the others in files.
+    """
+
+    shares: tuple[float, ...] = ()
+    host: tuple[tuple[float, ...], ...] = ()
+    files: tuple[tuple[float, ...], ...] = ()
+
+
 def _with_slots(
     engine: Engine,
+    ends: Sequence[float],
     loaded: LoadedModel,
     layers: LayerStore,
     units: list[Unit],
-    batches: Sequence[int],
-    prompt: int,
-    steps: int,
-) -> tuple[tuple[float, ...], float]:
-    """Seconds that a unit takes longer with its experts in slots, by batch size, and seconds of a load.
+    directory: Path,
+    decoding: _Decoding,
+    tell: Callable[[str], None],
+) -> SlotSteps:
+    """Measures layers with some of their experts in slots.
 
     Args:
         engine: whose layers have their experts.
+        ends: seconds of the rest of a step, by batch size.
         loaded, layers: the model.
-        units: that compute in both ways.
-        batches, prompt, steps: see ``measure_tiers``.
+        units: that compute in all ways.
+        directory: for files of experts, removed in the end.
+        decoding: steps that are timed.
+        tell: told what is measured now.
     """
-    found = split_experts(layers.read(units[0], jax.devices("cpu")[0]))[1]
-    experts = {(unit, block): HostExperts(own) for block, own in found.items() for unit in units}
-    many = min(len(own) for own in experts.values())
-    placement = WeightPlacement(1, device_units=len(units), expert_slots=many)
+    host = jax.devices("cpu")[0]
+    # Each unit has its own copy, as JAX aligns it: experts that all share would stay in the processor's cache.
+    experts = {
+        (unit, block): HostExperts(jax.tree.map(lambda x: np.asarray(x.copy()), own))
+        for unit in units
+        for block, own in split_experts(layers.read(units[0], host))[1].items()
+    }
+    most = min(len(own) for own in experts.values())
     stores = dict.fromkeys(units, AlikeLayers(WithoutExperts(layers)))
-    slots = _engine(
-        loaded, StreamedWeights(loaded.params, units, stores, placement, experts), batches, prompt + 3 * steps
-    )
-    runner, whole = slots.runner, engine.runner
-    assert isinstance(runner, StreamedRunner)
+    length = decoding.prompt + 3 * decoding.steps
+
+    def with_slots(slots: int, absent: Mapping[tuple[Unit, str], HostExperts | FileExperts]) -> Engine:
+        placement = WeightPlacement(1, device_units=len(units), expert_slots=slots)
+        return _engine(
+            loaded, StreamedWeights(loaded.params, units, stores, placement, absent), decoding.batches, length
+        )
+
+    whole = engine.runner
     assert isinstance(whole, StreamedRunner)
-    assert runner.experts is not None
-    every, longer = whole.units, []
-    whole.units = units
-    for batch in batches:
-        ways = [min(decode_step_seconds(one, batch, prompt, steps) for _ in range(ROUNDS)) for one in (engine, slots)]
-        longer.append((ways[1] - ways[0]) / len(units))
+    others = [unit for unit in whole.units if not _holds_experts(loaded, unit)]
+    every, whole.units = whole.units, others
+    beside = [
+        max(0.0, decoding.seconds(engine, batch) - end) for batch, end in zip(decoding.batches, ends, strict=True)
+    ]
     whole.units = every
-    of_load = runner.experts.load_seconds(runner.programs, next(iter(experts)))
-    runner.close()
-    return tuple(longer), of_load
+    mixtures = len(every) - len(others)
+
+    def seconds(one: Engine) -> tuple[float, ...]:
+        """Seconds of all layers: of those that compute here, as many as there are, and of the others."""
+        found = [decoding.seconds(one, batch) for batch in decoding.batches]
+        one.runner.close()
+        return tuple(
+            max(own - end, 1e-9) * mixtures / len(units) + more
+            for own, end, more in zip(found, ends, beside, strict=True)
+        )
+
+    numbers = sorted({max(1, round(share * most)) for share in SLOT_SHARES})
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        files = ExpertFiles(Path(folder), ["tiers"], 0)
+        in_files = {(unit, b): files.add(unit.first + int(b), own) for (unit, b), own in experts.items()}
+        by_host, by_files = list[tuple[float, ...]](), list[tuple[float, ...]]()
+        for slots in numbers:
+            tell(f"{slots} of {most} experts in slots")
+            by_host.append(seconds(with_slots(slots, experts)))
+            by_files.append(seconds(with_slots(slots, in_files)) if slots < most else by_host[-1])
+    return SlotSteps(tuple(n / most for n in numbers), tuple(by_host), tuple(by_files))
 
 
 def _engine(loaded: LoadedModel, weights: StreamedWeights, batches: Sequence[int], length: int) -> Engine:
@@ -251,7 +310,7 @@ def decode_step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> 
         steps: steps that are timed.
     """
     rng = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=3 * steps - 1, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=3 * steps - 1, temperature=1.0, ignore_eos=True)
     requests = [engine.submit(rng.integers(0, engine.vocab_size, prompt), params) for _ in range(batch)]
     while any(len(request.sequences[0].tokens) == prompt for request in requests):
         engine.step()

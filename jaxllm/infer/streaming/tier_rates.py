@@ -32,9 +32,11 @@ class TierRates:
         slowdowns: how many times longer a step takes while files are read, more than 1 where both need the processor:
             for each number of loaders, by the tokens of the step; empty: as long.
         disk_shares: shares of their rates at which so many loaders read beside such steps; empty: all of them.
-        slot_seconds: of a mixture, seconds in which all layers compute so many tokens while all their experts are in
-            slots; empty: as without slots.
-        expert_load: seconds of copying an expert to a slot; 0: its bytes by ``host``.
+        slot_shares: of a mixture, shares of each layer's experts that were in slots, ascending to 1; empty: no layers
+            with slots were measured.
+        slot_seconds: for each of these shares, seconds in which all layers compute so many tokens, loads of experts
+            from host memory included.
+        slot_file_seconds: the same with all loads from files; empty: as from host memory, and their bytes by ``disk``.
     """
 
     device: str
@@ -46,8 +48,9 @@ class TierRates:
     disk_cold: tuple[float, ...] = ()
     slowdowns: tuple[tuple[float, ...], ...] = ()
     disk_shares: tuple[tuple[float, ...], ...] = ()
-    slot_seconds: tuple[float, ...] = ()
-    expert_load: float = 0.0
+    slot_shares: tuple[float, ...] = ()
+    slot_seconds: tuple[tuple[float, ...], ...] = ()
+    slot_file_seconds: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         many = len(self.tokens)
@@ -62,20 +65,38 @@ class TierRates:
                 raise ValueError(f"tier rates: {name} needs a row for each rate of the disk, of as many as tokens.")
         if not self.disk or (self.disk_cold and len(self.disk_cold) != len(self.disk)):
             raise ValueError("tier rates: give the rate of the disk for one loader at least, cold ones for as many.")
-        if self.slot_seconds and len(self.slot_seconds) != many:
-            raise ValueError("tier rates: slot_seconds needs as many times as there are token counts, or none.")
-        beside = (*self.slowdowns, *self.disk_shares, self.slot_seconds)
+        shares = self.slot_shares
+        for name, rows in (("slot_seconds", self.slot_seconds), ("slot_file_seconds", self.slot_file_seconds)):
+            if [len(row) for row in rows] != [many] * len(shares) and (rows or name == "slot_seconds"):
+                raise ValueError(f"tier rates: {name} needs a row for each of slot_shares, of as many as tokens.")
+        if shares and (list(shares) != sorted(set(shares)) or min(shares) <= 0 or shares[-1] != 1):
+            raise ValueError(f"tier rates: slot_shares = {shares}; give them above 0, ascending to 1.")
+        beside = (*self.slowdowns, *self.disk_shares, *self.slot_seconds, *self.slot_file_seconds)
         numbers = (*self.layer_seconds, self.host, *self.disk, *self.disk_cold, *itertools.chain.from_iterable(beside))
-        if min(self.tokens) < 1 or not min(numbers) > 0 or min(self.expert_load, *self.end_seconds) < 0:
+        if min(self.tokens) < 1 or not min(numbers) > 0 or min(self.end_seconds) < 0:
             raise ValueError("tier rates: all token counts, times and rates have to be above 0.")
 
     def layers(self, tokens: int) -> float:
         """Seconds of all layers for a step of so many tokens: linear between measured ones, proportional beyond."""
         return _between(tokens, self.tokens, self.layer_seconds)
 
-    def slot_layers(self, tokens: int) -> float:
-        """Seconds of all layers for a step of so many tokens, all of whose experts are in slots."""
-        return _between(tokens, self.tokens, self.slot_seconds or self.layer_seconds)
+    def slot_layers(self, tokens: int, share: float, *, files: bool = False) -> float:
+        """Seconds of all layers for a step of so many tokens with a share of their experts in slots.
+
+        The others are loaded from host memory, or from files. Linear between measured shares; below them it grows as
+        between the least two, and does not fall.
+
+        Raises:
+            ValueError: no layers with slots were measured.
+        """
+        if not self.slot_shares or (files and not self.slot_file_seconds):
+            raise ValueError("tier rates: no layers with experts in slots were measured.")
+        rows = self.slot_file_seconds if files else self.slot_seconds
+        at = [_between(tokens, self.tokens, row) for row in rows]
+        found, below = float(np.interp(share, self.slot_shares, at)), self.slot_shares[0] - share
+        if below <= 0 or len(at) == 1:
+            return found
+        return found + below * max(0.0, at[0] - at[1]) / (self.slot_shares[1] - self.slot_shares[0])
 
     def ends(self, tokens: int) -> float:
         """Seconds of the rest of a step of so many tokens."""
@@ -98,7 +119,7 @@ class TierRates:
 
     def cold(self) -> TierRates:
         """The rates of files that are not in the page cache."""
-        return dataclasses.replace(self, disk=self.disk_cold or self.disk)
+        return dataclasses.replace(self, disk=self.disk_cold, slot_file_seconds=()) if self.disk_cold else self
 
     def __str__(self) -> str:
         """Table: the tiers, then computing by tokens of a step, and what reading beside it does to both."""
@@ -112,17 +133,22 @@ class TierRates:
         if self.disk_cold:
             lines.append(f"  outside of the page cache {gib(self.disk_cold)}")
         beside = [f"beside {n}" for n in many] if self.slowdowns else []
-        if self.expert_load:
-            lines.append(f"an expert to its slot {1e3 * self.expert_load:.2f} ms")
-        slots = f"{'in slots ms':>11} " if self.slot_seconds else ""
+        ways = ["host", "files"] if self.slot_file_seconds else ["host"]
+        in_slots = [(share, way) for share in self.slot_shares for way in (ways if share < 1 else [""])]
+        slots = "".join(f"{f'{share:.0%} {way}'.strip():>11} " for share, way in in_slots)
         lines.append(
             f"{'tokens':>6} {'layers ms':>10} {slots}{'rest ms':>10} " + " ".join(f"{name:>16}" for name in beside)
         )
         for n in self.tokens:
             cells = [f"{self.slowdown(n, k):7.2f} x, {self.disk_share(n, k):4.0%}" for k in many] if beside else []
-            in_slots = f"{1e3 * self.slot_layers(n):11.2f} " if self.slot_seconds else ""
-            row = f"{n:6} {1e3 * self.layers(n):10.2f} {in_slots}{1e3 * self.ends(n):10.2f} "
+            times = [1e3 * self.slot_layers(n, share, files=way == "files") for share, way in in_slots]
+            row = f"{n:6} {1e3 * self.layers(n):10.2f} "
+            row += "".join(f"{ms:11.2f} " for ms in times) + f"{1e3 * self.ends(n):10.2f} "
             lines.append((row + " ".join(f"{cell:>16}" for cell in cells)).rstrip())
+        if slots:
+            lines.append(
+                "N%: ms of the layers with so many of their experts in slots, the others in host memory or files"
+            )
         if beside:
             lines.append(
                 "beside K: while K loaders read, how many times longer steps take, and the share of their rate"

@@ -4,10 +4,11 @@ With N of the E experts of each mixture in slots, the rest of the layers is plac
 the experts, and a step loads those that it wants and that are in no slot. So a number of slots is one more way to place
 a model, which the solver tries beside whole layers.
 
-Which experts a step wants is taken to be by chance, each token's k of E experts as often as any others. Then a step of
-T tokens wants E (1 - (1 - k / E)^T) experts of each mixture, and a share N / E of them is in slots, whichever those are
-(EdgeMoE, arXiv:2308.14352, section 2, measures that real routers repeat themselves, which makes loads fewer). Loads are
-taken not to overlap with computing.
+What loads cost is measured, with some shares of the experts in slots (``TierRates.slot_seconds``): on real routings,
+and overlapped with computing as far as they are. Without such measurements the experts that a step wants are taken to
+be by chance, each token's k of E experts as often as any others, and loads not to overlap. Then a step of T tokens
+wants E (1 - (1 - k / E)^T) experts of each mixture, and a share N / E of them is in slots, whichever those are
+(EdgeMoE, arXiv:2308.14352, section 2, measures that real routers repeat themselves, which makes loads fewer).
 """
 
 from __future__ import annotations
@@ -51,11 +52,32 @@ class MixtureBytes:
         return self.layers * wanted * (1 - slots / self.experts)
 
 
-def load_seconds(mixtures: MixtureBytes, rates: TierRates, from_files: float, loaders: int) -> float:
-    """Seconds of loading an expert into a slot, of which a share has to be read from files first."""
-    of_expert = mixtures.slot / mixtures.layers
-    copied = rates.expert_load or of_expert / rates.host
-    return copied + from_files * of_expert / rates.disk_rate(loaders)
+def layers_with_slots(
+    mixtures: MixtureBytes, rates: TierRates, slots: int, tokens: int, from_files: float, loaders: int
+) -> float:
+    """Seconds of all layers for a step of so many tokens, with the loads of experts.
+
+    Args:
+        mixtures, rates: of the model with whole layers.
+        slots: experts of each mixture on the device.
+        tokens: of the step.
+        from_files: share of the experts that are in files, the others being in host memory.
+        loaders: threads that read them.
+    """
+    of_expert, missing = mixtures.slot / mixtures.layers, mixtures.missing(slots, tokens)
+    by_disk = missing * of_expert / rates.disk_rate(loaders)
+    if not rates.slot_shares:
+        return rates.layers(tokens) + missing * of_expert / rates.host + from_files * by_disk
+    share, last = slots / mixtures.experts, min(tokens, rates.tokens[-1])
+    # Beyond what was measured, loads grow less than in proportion to tokens.
+    growth = missing / mixtures.missing(slots, last) if share < 1 else 1.0
+
+    def loads(files: bool) -> float:
+        return growth * (rates.slot_layers(last, share, files=files) - rates.slot_layers(last, 1.0))
+
+    by_host = loads(files=False)
+    by_files = loads(files=True) if rates.slot_file_seconds else by_host + by_disk
+    return rates.slot_layers(tokens, 1.0) + (1 - from_files) * by_host + from_files * by_files
 
 
 def rates_with_slots(
@@ -69,15 +91,14 @@ def rates_with_slots(
         from_files: share of the experts that are in files, the others being in host memory.
         loaders: threads that read them.
     """
-    of_load = load_seconds(mixtures, rates, from_files, loaders)
     last = rates.tokens[-1]
     # More of them than were measured, since loads grow less than in proportion to tokens.
     tokens = tuple(sorted({*rates.tokens, *(2**n for n in range(max(13, last.bit_length())))}))
-    of_layers = (rates.slot_layers(n) + mixtures.missing(slots, n) * of_load for n in tokens)
+    of_layers = (layers_with_slots(mixtures, rates, slots, n, from_files, loaders) for n in tokens)
     beside = lambda rows, at: tuple(tuple(at(n, k + 1) for n in tokens) for k in range(len(rows)))  # noqa: E731
     return replace(
         rates, tokens=tokens, layer_seconds=tuple(of_layers), end_seconds=tuple(map(rates.ends, tokens)),
-        slot_seconds=(), slowdowns=beside(rates.slowdowns, rates.slowdown),
+        slot_shares=(), slot_seconds=(), slot_file_seconds=(), slowdowns=beside(rates.slowdowns, rates.slowdown),
         disk_shares=beside(rates.disk_shares, rates.disk_share),
     )  # fmt: skip
 
