@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.params import at_least_f32
 from jaxllm.optim.streamed_state import layer_row, merged_parts, part_of_model, put_layer_row
+from jaxllm.train.disk.io_timeline import IoTimeline
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.step.step_chain import Gradients, Report, StepLink, StepResult, finished
 from jaxllm.train.step.subset_update import apply_updates
@@ -175,12 +176,14 @@ class DiskStep:
 
     Attributes:
         say: called with lines for the log.
+        timeline: of the steps that come; None: none is kept.
     """
 
     def __init__(self, programs: DiskStepPrograms, files: StateFiles, score: Any = None):
         self._programs, self._files, self._score = programs, files, score
         self._backwards = False
         self.say: Callable[[str], object] = lambda line: None
+        self.timeline: IoTimeline | None = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The state after the step, and its metrics; the parameters of the state are donated.
@@ -192,6 +195,8 @@ class DiskStep:
         batch = batch if self._score is None else self._score(state.params, batch)
         resident = replace(state, opt_state=())
         sums, grads, norms, amax = programs.gradients(resident, batch)
+        if self.timeline is not None:
+            self.timeline.dispatched(norms)
         params, before = state.params, files.kept_of(state.opt_state)
         counters, squares = before, [None] * len(files.units)
         order = files.order(self._backwards)
@@ -210,6 +215,8 @@ class DiskStep:
                 part = programs.puts[unit.segment](parts[0], part, np.int32(unit.row))
             params = merged_parts(params, part)
             files.give(number, new)
+            if self.timeline is not None:
+                self.timeline.dispatched(squares[number])
             del rows, new, parts, part
         del grads
         ends = _ends_of(resident)

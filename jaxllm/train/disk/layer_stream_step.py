@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxllm.train.disk.disk_step import part_of
 from jaxllm.train.disk.hidden_share import PassTimer
+from jaxllm.train.disk.io_timeline import IoTimeline
 from jaxllm.train.disk.saved_inputs import DiskInputs, SavedInputs, local_bytes, to_device, to_host
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms
@@ -33,14 +34,21 @@ only hold more memory."""
 
 
 class Dispatched:
-    """Results of the last programs that were dispatched; waits so that there are no more than ``IN_FLIGHT``."""
+    """Results of the last programs that were dispatched; waits so that there are no more than ``IN_FLIGHT``.
 
-    def __init__(self) -> None:
+    Args:
+        timeline: told of each program; None: nobody is.
+    """
+
+    def __init__(self, timeline: IoTimeline | None = None) -> None:
         self._results: deque[Any] = deque()
+        self._timeline = timeline
 
     def add(self, result: Any) -> None:
         """Counts a program whose result, which is not donated, is given."""
         self._results.append(result)
+        if self._timeline is not None:
+            self._timeline.dispatched(result)
         if len(self._results) > IN_FLIGHT:
             jax.block_until_ready(self._results.popleft())
 
@@ -62,6 +70,7 @@ class LayerStreamStep:
     Attributes:
         inputs: as given.
         say: called with lines for the log.
+        timeline: of the steps that come; None: none is kept.
     """
 
     def __init__(self, programs: StreamedPrograms, of: StreamedModel, files: StateFiles, inputs: SavedInputs):
@@ -69,6 +78,7 @@ class LayerStreamStep:
         self._numbers = {unit: number for number, unit in enumerate(files.units)}
         self._steps_to_choice = 2 if isinstance(inputs, DiskInputs) and inputs.adaptive else 0
         self.say: Callable[[str], object] = lambda line: None
+        self.timeline: IoTimeline | None = None
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The state after the step, and its metrics; parameters outside of layers are donated.
@@ -93,7 +103,7 @@ class LayerStreamStep:
         params.tier.begin([*layers, *[*reversed(layers)] * (1 if programs.norm is None else 2)])
         order = [self._numbers[params.units[n]] for n in reversed(layers) if params.units[n] in self._numbers]
         files.tier.begin(order + [n for n, unit in enumerate(files.units) if not unit.segment])
-        running = Dispatched()
+        running = Dispatched(self.timeline)
         ends, before = part_of(state.params, ""), files.kept_of(state.opt_state)
         micros, total = programs.split(batch)
         alone = len(micros) == 1
@@ -160,6 +170,8 @@ class LayerStreamStep:
         if norm is None:
             end_grads = self._with_lookups(ends, micros, last, end_grads)
         ends, counters, norms[-1] = self._update_ends(ends, end_grads, before, norm)
+        if self.timeline is not None:
+            self.timeline.dispatched(norms[-1])
 
         resident = replace(state, params=(), opt_state=())
         step, extras, metrics = programs.finish(resident, counters, sums, norms)
