@@ -280,6 +280,20 @@ MUTANTS = [
         ("tests/infer/test_placement_fit.py::test_loads_of_experts_by_chance_are_those_of_slots",),
     ),
     Mutant(
+        "experts_from_files_take_no_longer",
+        "jaxllm/infer/streaming/experts/slot_fit.py",
+        "from_files * by_files",
+        "from_files * by_host",
+        ("tests/infer/test_placement_fit.py::test_a_step_with_slots_by_hand",),
+    ),
+    Mutant(
+        "freed_layers_keep_their_memory",
+        "jaxllm/infer/streaming/layer_window.py",
+        "            for leaf in jax.tree.leaves(freed):\n                leaf.delete()\n",
+        "            self.kept = [*getattr(self, 'kept', []), freed]\n",
+        ("tests/infer/test_peak_memory.py::test_memory_is_the_windows_and_the_hosts_layers",),
+    ),
+    Mutant(
         "experts_take_no_room_of_the_device",
         "jaxllm/infer/streaming/placement_fit.py",
         "device = limits.device - slots * mixtures.slot",
