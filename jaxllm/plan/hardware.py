@@ -43,6 +43,10 @@ from sharding import ShardingError
 from sharding.topology import GENERATIONS, Topology
 
 
+OTHER_FIELDS = ("like", "tiers")
+"""Fields of a hardware file besides the numbers: the kind that an entry extends, and a file of measured rates."""
+
+
 class HardwareError(ValueError):
     """Illegal hardware file or device kind; the message says what is legal."""
 
@@ -189,15 +193,28 @@ def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, H
                 f"hardware: {path}: [{name}] is new: name the device kind it extends (like = ...): {', '.join(known)}."
             )
         for field, value in changes.items():
-            if field not in (*fields, "like"):
+            if field not in (*fields, *OTHER_FIELDS):
                 raise HardwareError(
                     f"hardware: {path}: [{name}] has no {field!r}.{closest(field, fields)} Legal: {', '.join(fields)}."
                 )
-            if field != "like" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if field not in OTHER_FIELDS and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise HardwareError(f"hardware: {path}: [{name}] {field} = {value!r}; give a number.")
-        changed = {field: value for field, value in changes.items() if field != "like"}
+        changed = {field: value for field, value in changes.items() if field not in OTHER_FIELDS}
+        if "tiers" in changes:
+            changed = {"host": _measured_host(path.parent / str(changes["tiers"]), name)} | changed
         known[name] = dataclasses.replace(known[like], name=name, **changed)
     return known
+
+
+def _measured_host(file: Path, name: str) -> float:
+    """Bytes/s from host memory to a device, by a file of ``jaxllm bench MODEL --tiers FILE``."""
+    try:
+        return float(json.loads(file.read_text())["host"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HardwareError(
+            f"hardware: [{name}] tiers = {file} has no measured rates ({error!r}); write it with `jaxllm bench MODEL "
+            "--tiers FILE`, or give host = BYTES_PER_SECOND."
+        ) from error
 
 
 @dataclass(frozen=True)
