@@ -93,7 +93,7 @@ def test_bytes_of_a_place_by_kind(tmp_path, capsys):
         assert sum(kind[tier] for kind in kinds.values()) == pytest.approx(size)
     assert rows[4]["compiled"] is None
     shown = capsys.readouterr().out
-    assert "fits, --disk.window 2" in shown
+    assert "fits with --disk.window 2" in shown
     assert f"{(ends + 3 * layer) / 2**30:.2f}" in shown
     with pytest.raises(UsageError, match="the number of a place, 1 to 6"):
         cli.COMMANDS["plan"]([LLAMA, *GPU, "--explain", "7"])

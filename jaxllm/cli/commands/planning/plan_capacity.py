@@ -116,7 +116,9 @@ def _shown(rows: list[CapacityRow], available: TierBytes) -> str:
         place = row.place.placement
         where = (place.parameters, place.optimizer, place.activations)
         sizes = ("", "", "") if row.bytes is None else tuple(f"{size / 2**30:,.1f}" for size in row.bytes)
-        said = _fit(row) if row.fits else "refused" if row.refusal else f"needs {_lacks(row.lacking)}"
+        window = row.run.disk.window
+        fits = "fits" if window == rows[0].run.disk.window else f"fits with --disk.window {window}"
+        said = fits if row.fits else "refused" if row.refusal else f"needs {_lacks(row.lacking)}"
         shown.append((str(number), *where, *sizes, said))
         notes += [f"{number}: {row.refusal}"] if row.refusal else []
     sizes = tuple(f"{name} of {size / 2**30:,.1f}" for name, size in available._asdict().items())
@@ -127,11 +129,6 @@ def _shown(rows: list[CapacityRow], available: TierBytes) -> str:
 def _lacks(lacking: Mapping[str, float]) -> str:
     """Says how much is missing of each tier."""
     return ", ".join(f"{size / 2**30:,.1f} more {_NAMES[tier]}" for tier, size in lacking.items())
-
-
-def _fit(row: CapacityRow) -> str:
-    """Says that a row fits, and with which window of files."""
-    return f"fits, --disk.window {row.run.disk.window}" if row.run.disk.directory else "fits"
 
 
 def _explained(
