@@ -77,7 +77,7 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     within, fit, host = found.get("--within"), "--fit" in found, found.get("--host")
     if host is not None and within is None and not fit and "--disk" not in found:
         raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, --fit, or --disk DIR:SIZE.")
-    disk = _disk(found["--disk"]) if "--disk" in found else None
+    disk = disk_of(found["--disk"]) if "--disk" in found else None
     if within is None and not fit:
         settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
         settings += [] if host is None else ["--disk.host", str(size_of("--host", host))]
@@ -495,8 +495,12 @@ def with_remat(config: RunConfig, remat: str) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
-def _disk(text: str) -> tuple[str, int]:
-    """Directory and bytes of ``--disk DIR:SIZE``."""
+def disk_of(text: str) -> tuple[str, int]:
+    """Directory and bytes of ``--disk DIR:SIZE``.
+
+    Raises:
+        UsageError: it is not that.
+    """
     directory, _, size = text.rpartition(":")
     if not directory:
         raise UsageError(f"--disk {text}: give DIR:SIZE, such as /mnt/nvme:200GiB.")

@@ -22,7 +22,7 @@ from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.memory_estimate import MemoryEstimate, predict_work
 from jaxllm.plan.formulas.optimizer_memory import COUNTER, average_bytes
 from jaxllm.plan.formulas.tier_bytes import TierBytes, TierPlacement
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import StepMemory, step_memory_for
 from jaxllm.train.disk.config import DiskConfig
@@ -226,6 +226,58 @@ def _kinds_in_memory(run: RunConfig, mesh: MeshSpec, cluster: Cluster, found: Me
 
 def _kinds(*each: TierBytes) -> dict[str, TierBytes]:
     return dict(zip(("parameters", "gradients", "optimizer state", "activations", "all else"), each, strict=True))
+
+
+class FileTraffic(NamedTuple):
+    """Bytes of a device that a step moves from and to files, after the first one.
+
+    Attributes:
+        forward, backward: read for the forward pass, and for the backward pass and the updates.
+        saved: inputs of layers, written in the forward pass and read in the backward pass.
+        written: parameters and optimizer state.
+        again: read for the backward pass that finds the norm by which gradients are clipped.
+    """
+
+    forward: float
+    backward: float
+    saved: float
+    written: float
+    again: float
+
+
+def file_traffic(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> FileTraffic:
+    """Bytes that a step of a run with files moves: what the window has at a turn is not read (``step_traffic``)."""
+    work = DeviceWork.of(dataclasses.replace(run, disk=DiskConfig()), mesh)
+    estimate = predict_work(work, cluster.topology)
+    layers, ends, count = _layer_bytes(work, estimate)
+    state, kept = _state_in_files(work, estimate), min(run.disk.window, count)
+    if not run.disk.parameters:
+        return FileTraffic(0, state - kept * max(one.state for one in layers), 0, state, 0)
+    parameters = estimate.parameters - ends.parameters
+    reads = parameters - kept * max(one.parameters for one in layers)
+    saved = layers_in_files(run.disk, count) * work.micro_batches * work.stream_bytes()
+    again = reads + saved if run.optim.clip_norm is not None else 0
+    return FileTraffic(reads, reads + state, saved, parameters + state, again)
+
+
+def disk_seconds(traffic: FileTraffic, hardware: Hardware, forward: float, backward: float) -> float:
+    """Seconds of a step that files take beside its passes: what these do not hide, and passes that are made again.
+
+    Reads and writes go on at the same time, each at the disk's rate, or the link's if that is slower. Layers are read
+    and written beside the passes; the optimizer state alone is after them.
+
+    Args:
+        traffic: bytes of the step.
+        hardware: of a device.
+        forward, backward: seconds of the passes, recomputation included.
+    """
+    rate = min(hardware.disk, hardware.host)
+    back = max(traffic.backward + traffic.saved, traffic.written) / rate
+    if not traffic.forward:
+        return back
+    out = max(traffic.forward, traffic.saved) / rate
+    repeated = max(backward, traffic.again / rate) if traffic.again else 0.0
+    return max(0.0, out - forward) + max(0.0, back - backward) + repeated
 
 
 def check_compiles(row: CapacityRow, cluster: Cluster) -> None:
