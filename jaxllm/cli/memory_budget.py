@@ -68,7 +68,7 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
         name, _, value = word.partition("=")
         if word == "--fit":
             found[name] = "yes"
-        elif name in ("--within", "--host", "--disk", "--hardware"):
+        elif name in ("--within", "--host", "--disk"):
             found[name] = value or next(words, "")
         else:
             rest.append(word)
@@ -77,22 +77,50 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     within, fit, host = found.get("--within"), "--fit" in found, found.get("--host")
     if host is not None and within is None and not fit and "--disk" not in found:
         raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, --fit, or --disk DIR:SIZE.")
-    hardware = found.get("--hardware")
-    if hardware == "":
-        raise UsageError("--hardware: give the file with the rates of the devices, such as ours.toml.")
-    if hardware is not None and (host is None or (within is None and not fit)):
-        raise UsageError(
-            "--hardware FILE gives the rates by which copies to the host take time; it needs --host SIZE and --within "
-            "SIZE (or --fit)."
-        )
-    disk = _disk(found["--disk"]) if "--disk" in found else None
+    disk = disk_of(found["--disk"]) if "--disk" in found else None
     if within is None and not fit:
         settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
         settings += [] if host is None else ["--disk.host", str(size_of("--host", host))]
         return [*rest, *settings], None
     budget = MemoryBudget(None, None if host is None else size_of("--host", host))
     budget = budget if within is None else budget_of(within, host)
-    return rest, budget._replace(disk=disk, hardware=None if hardware is None else Path(hardware))
+    return rest, budget._replace(disk=disk)
+
+
+def without_hardware(argv: list[str]) -> tuple[list[str], Path | None]:
+    """The arguments of `jaxllm train` without ``--hardware FILE``, and the file with the rates of the devices.
+
+    Raises:
+        UsageError: the file is missing.
+    """
+    rest, file, words = [], None, iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != "--hardware":
+            rest.append(word)
+        elif not (value := value if equals else next(words, "")):
+            raise UsageError("--hardware: give the file with the rates of the devices, such as ours.toml.")
+        else:
+            file = Path(value)
+    return rest, file
+
+
+def check_hardware_used(file: Path | None, budget: MemoryBudget | None, *, plans: bool) -> None:
+    """Checks that something of a run asks for the rates of devices.
+
+    Args:
+        file: of ``--hardware``; None: none was given.
+        budget: of the run.
+        plans: whether its layout is searched.
+
+    Raises:
+        UsageError: nothing does.
+    """
+    if file is not None and not plans and (budget is None or budget.host is None):
+        raise UsageError(
+            "--hardware FILE gives the rates of the devices, by which --mesh auto plans and copies to the host take "
+            "time; it needs --mesh auto, or --host SIZE with --within SIZE (or --fit)."
+        )
 
 
 def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
@@ -106,7 +134,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
 
     from jaxllm.config import ConfigError
     from jaxllm.models.remat import RematError
-    from jaxllm.train.compile_step import state_bytes_here
+    from jaxllm.train.compile_step import state_bytes_here, window_bytes_here
 
     device = jax.local_devices()[0]  # of another process's devices nothing is known
     limit = budget.device
@@ -139,8 +167,16 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         try:
             if run.disk.parameters:
                 return _streamed_within(run, budget._replace(device=limit, host=host))
-            here = jax.device_count(), jax.default_backend()
-            return within_budget(run, MemoryBudget(limit, host), _measured_here, here, cluster)
+            window = 0 if host is None or not run.disk.directory else window_bytes_here(run)
+            left = None if host is None else host - window
+            if left is not None and left < 0:
+                raise RematError(f"layers in the window take {window / 2**30:.3f} GiB of the host, more than --host.")
+            took: dict[str, StepBytes] = {}
+            here, measure = (jax.device_count(), jax.default_backend()), functools.partial(_measured_here, took)
+            fitted = within_budget(run, MemoryBudget(limit, left), measure, here, cluster)
+            if left is None or not window:
+                return fitted
+            return _with_chunks(fitted, left - took[fitted.model.remat].host, window)
         except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
             if isinstance(error, RematError) or not isinstance(problem, RematError):
@@ -193,48 +229,64 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     """The run with its parameters on disk, if its step fits; prints what it takes.
 
     Where the budget's disk has inputs of layers, they are those of the fewest layers with which the others' fit into
-    the host's memory.
+    the host's memory. The window of layers is that of the run, or the largest smaller one with which the step fits.
+
+    Args:
+        config: with parameters on disk.
+        budget: with the bytes of a device.
 
     Raises:
         RematError: it does not fit.
         ConfigError: the run's settings do not go with parameters on disk.
     """
     from jaxllm.models.remat import RematError
-    from jaxllm.train.compile_step import step_memory_here
-
-    device, host = step_memory_here(config)
-    inputs = "inputs of layers in the host memory"
-    if config.disk.activations:
-        if budget.disk is not None and budget.host is not None:
-            config, host = _fewest_in_files(config, host, budget.host)
-        inputs = f"inputs of layers, those of {config.disk.activation_layers or 'all'} on disk"
-    said = f"{device / 2**30:.3f} GiB on the device, {host / 2**30:.3f} of the host for {inputs}"
-    print(f"layers streamed from disk: {said}", flush=True)
-    for name, found, most in (("--within", device, budget.device), ("--host", host, budget.host)):
-        if most is not None and found > most:
-            raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
-    return config if budget.host is None else _with_chunks(config, host, budget.host)
-
-
-def _with_chunks(config: RunConfig, inputs: int, most: int) -> RunConfig:
-    """The run with chunks of its files in the host's memory, where that has room for any beside layers and inputs.
-
-    Args:
-        config: with its parameters on disk.
-        inputs: bytes of saved inputs in the host's memory for each device.
-        most: such bytes that the host has.
-    """
-    from jaxllm.train.compile_step import window_bytes_here
+    from jaxllm.plan.capacity_table import with_windows
+    from jaxllm.train.compile_step import step_memory_here, window_bytes_here
     from jaxllm.train.disk.saved_inputs import host_inputs
 
-    hidden = -(
-        -inputs // host_inputs(config.disk, sum(repeats for _, repeats in config.model.segments), config.accumulate)
-    )
-    others = inputs + (2 * config.accumulate + 2 * config.disk.window) * hidden + window_bytes_here(config)
-    if most - others < config.disk.chunk:
+    assert budget.device is not None
+    device = inside = 0
+    for tried in with_windows(config):
+        config, (device, inside) = tried, step_memory_here(tried)
+        if device <= budget.device:
+            break
+    window = 0 if budget.host is None else window_bytes_here(config)
+    left = None if budget.host is None else budget.host - window
+    inputs = "inputs of layers in the host memory"
+    if config.disk.activations:
+        if budget.disk is not None and left is not None:
+            config, inside = _fewest_in_files(config, inside, left)
+        inputs = f"inputs of layers, those of {config.disk.activation_layers or 'all'} on disk"
+    said = f"{device / 2**30:.3f} GiB on the device, {inside / 2**30:.3f} of the host for {inputs}"
+    print(f"layers streamed from disk, {config.disk.window} of them in memory: {said}", flush=True)
+    for name, found, most in (
+        ("--within", device, budget.device),
+        (f"--host, without {window / 2**30:.3f} for layers in memory,", inside, left),
+    ):
+        if most is not None and found > most:
+            raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
+    if left is None:
+        return config
+    layers = sum(repeats for _, repeats in config.model.segments)
+    hidden = -(-inside // host_inputs(config.disk, layers, config.accumulate))
+    return _with_chunks(config, left, window, inside + (2 * config.accumulate + 2 * config.disk.window) * hidden)
+
+
+def _with_chunks(config: RunConfig, most: int, window: int, others: int = 0) -> RunConfig:
+    """The run with chunks of its files in the host's memory, where that has room for any.
+
+    So a part of the state is in the host's memory and the rest on disk.
+
+    Args:
+        config: with files.
+        most: bytes of the host's memory for each device, beside the window.
+        window: such bytes of the window.
+        others: such bytes that the step counts against ``disk.host`` besides (of a streamed step, saved inputs).
+    """
+    if config.disk.host or most - others < config.disk.chunk:
         return config
     print(f"  {(most - others) / 2**30:.3f} GiB of the host for chunks of the files", flush=True)
-    return dataclasses.replace(config, disk=dataclasses.replace(config.disk, host=most))
+    return dataclasses.replace(config, disk=dataclasses.replace(config.disk, host=most + window))
 
 
 def _fewest_in_files(config: RunConfig, host: int, most: int) -> tuple[RunConfig, int]:
@@ -270,11 +322,13 @@ def _placed(config: RunConfig) -> bool:
     return config.host.optimizer or bool(config.disk.directory)
 
 
-def _measured_here(run: RunConfig) -> StepBytes:
+def _measured_here(took: dict[str, StepBytes], run: RunConfig) -> StepBytes:
+    """Bytes of the step of a run on the devices that are here, which are added to ``took`` by its remat."""
     from jaxllm.plan.remat_solver import StepBytes
     from jaxllm.train.compile_step import step_memory_here
 
-    return StepBytes(*step_memory_here(run))
+    took[run.model.remat] = StepBytes(*step_memory_here(run))
+    return took[run.model.remat]
 
 
 def measured_for(run: RunConfig, on: str, progress: Progress | None = None) -> StepBytes:
@@ -441,8 +495,12 @@ def with_remat(config: RunConfig, remat: str) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
 
 
-def _disk(text: str) -> tuple[str, int]:
-    """Directory and bytes of ``--disk DIR:SIZE``."""
+def disk_of(text: str) -> tuple[str, int]:
+    """Directory and bytes of ``--disk DIR:SIZE``.
+
+    Raises:
+        UsageError: it is not that.
+    """
     directory, _, size = text.rpartition(":")
     if not directory:
         raise UsageError(f"--disk {text}: give DIR:SIZE, such as /mnt/nvme:200GiB.")

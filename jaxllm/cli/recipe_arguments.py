@@ -18,7 +18,7 @@ import tyro
 from jaxllm.cli.command_parser import with_readable_settings
 from jaxllm.cli.deprecated_options import print_rename
 from jaxllm.cli.errors import UsageError, guarded
-from jaxllm.cli.memory_budget import fitted_here, without_budget
+from jaxllm.cli.memory_budget import check_hardware_used, fitted_here, without_budget, without_hardware
 from jaxllm.cli.runtime import processes, use_compilation_cache
 from jaxllm.config import closest, new_field_names
 
@@ -173,6 +173,7 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
 
     def run() -> int:
         words, file = without_together(sys.argv[1:] if argv is None else argv)
+        words, rates = without_hardware(words)
         words, budget = without_budget(words)
         words, on = without_topology(words)
         words, switches = without_switches(words)
@@ -182,13 +183,15 @@ def run_recipe(recipe: Recipe, argv: list[str] | None = None, prog: str | None =
             raise UsageError("--together trains several runs in one step, on one mesh; leave --replan out.")
         config = configure(recipe, words, prog)
         use_compilation_cache()
-        if on and "auto" not in (config.mesh, *(switch.mesh for switch in switches)):
+        plans = "auto" in (config.mesh, *(switch.mesh for switch in switches))
+        check_hardware_used(rates, budget, plans=plans)
+        if on and not plans:
             raise UsageError(f"--on {on}: the devices that --mesh auto plans for; give both, or leave --on out.")
 
         def laid_out(config: RunConfig) -> RunConfig:
             if config.mesh == "auto":
-                config = planned_here(config, on, None if budget is None else budget.hardware)
-            return config if budget is None else fitted_here(config, budget)
+                config = planned_here(config, on, rates)
+            return config if budget is None else fitted_here(config, budget._replace(hardware=rates))
 
         with processes(config.distributed):
             if file is not None:

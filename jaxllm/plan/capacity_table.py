@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,14 +22,17 @@ from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.memory_estimate import MemoryEstimate, predict_work
 from jaxllm.plan.formulas.optimizer_memory import COUNTER, average_bytes
 from jaxllm.plan.formulas.tier_bytes import TierBytes, TierPlacement
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.train import RunConfig
+from jaxllm.train.compile_step import StepMemory, step_memory_for
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.layer_stream_step import IN_FLIGHT
 from jaxllm.train.disk.saved_inputs import host_inputs, layers_in_files
 from jaxllm.train.disk.streamed_bytes import LayerBytes, peak_of_layers
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import fitting_mesh
 from sharding import MeshSpec
+from sharding.isolate import Progress
 
 DIRECTORY = "DIR"
 """Directory of a planned run, which no file is made in."""
@@ -86,27 +90,35 @@ class CapacityRow(NamedTuple):
 
     Attributes:
         place: the placement.
-        bytes: of a device by tier; None: the run's settings do not go with the placement.
+        run: the run with it.
+        kinds: bytes of a device by what they are and by tier; None: the run's settings do not go with the placement.
         lacking: bytes that are missing, by tier; empty: it fits.
         refusal: why the settings do not go with it; empty: they do.
     """
 
     place: RunPlacement
-    bytes: TierBytes | None
+    run: RunConfig
+    kinds: dict[str, TierBytes] | None
     lacking: dict[str, float]
     refusal: str = ""
 
     @property
+    def bytes(self) -> TierBytes | None:
+        """Bytes of a device by tier."""
+        return None if self.kinds is None else summed(self.kinds)
+
+    @property
     def fits(self) -> bool:
         """Whether the run can be trained so."""
-        return self.bytes is not None and not self.lacking
+        return self.kinds is not None and not self.lacking
 
 
 def capacity_table(run: RunConfig, cluster: Cluster, available: TierBytes) -> list[CapacityRow]:
     """Bytes of a run by tier in each placement, and whether they fit.
 
     Args:
-        run: its mesh, batch and ``disk.window`` count; where its states are and its remat are replaced.
+        run: its mesh, batch and ``disk.window`` count; where its states are and its remat are replaced. A window with
+            which a place does not fit is replaced by the largest one with which it does.
         cluster: devices.
         available: bytes of a device, and its share of the host's memory and disks.
 
@@ -119,19 +131,44 @@ def capacity_table(run: RunConfig, cluster: Cluster, available: TierBytes) -> li
         try:
             model = functional(placed.model, placed.parallel.rules())
             mesh = fitting_mesh(placed, model, cluster.devices, cluster.topology.platform)
-            found = run_bytes(placed, mesh, cluster)
+            tried = [_row(place, one, mesh, cluster, available) for one in with_windows(placed)]
         except (ConfigError, NotImplementedError) as error:
-            rows.append(CapacityRow(place, None, {}, str(error)))
+            rows.append(CapacityRow(place, placed, None, {}, str(error)))
             continue
-        rows.append(CapacityRow(place, found, found.lacking(available)))
+        rows.append(next((row for row in tried if row.fits), tried[0]))
     return rows
 
 
-def run_bytes(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> TierBytes:
-    """Bytes of a device by tier of a run whose mesh is legal.
+def with_windows(run: RunConfig) -> list[RunConfig]:
+    """The run with ``disk.window`` as it is, and with all smaller ones, where it has files; else the run alone."""
+    windows = range(run.disk.window, 1, -1) if run.disk.directory else [run.disk.window]
+    return [dataclasses.replace(run, disk=dataclasses.replace(run.disk, window=window)) for window in windows]
 
-    Files count twice, as they do while a checkpoint is written from them; saved activations in files count once. What
-    several devices of a host have alike is counted for each, although it is in a file once.
+
+def _row(place: RunPlacement, run: RunConfig, mesh: MeshSpec, cluster: Cluster, available: TierBytes) -> CapacityRow:
+    kinds = run_kinds(run, mesh, cluster)
+    return CapacityRow(place, run, kinds, summed(kinds).lacking(available))
+
+
+def summed(kinds: Mapping[str, TierBytes]) -> TierBytes:
+    """Bytes of all kinds by tier."""
+    return TierBytes(*map(sum, zip(*kinds.values(), strict=True)))
+
+
+def run_bytes(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> TierBytes:
+    """Bytes of a device by tier of a run whose mesh is legal; see ``run_kinds``."""
+    return summed(run_kinds(run, mesh, cluster))
+
+
+def run_kinds(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> dict[str, TierBytes]:
+    """Bytes of a device by what they are and by tier, of a run whose mesh is legal.
+
+    Those of a device are at the moment of the most. Files count twice, as they do while a checkpoint is written from
+    them; saved activations in files count once. What several devices of a host have alike is counted for each,
+    although it is in a file once.
+
+    Returns:
+        bytes of parameters, gradients, optimizer state, activations, and of everything else of a device.
 
     Raises:
         ConfigError: the planner has no formula for the optimizer.
@@ -140,22 +177,144 @@ def run_bytes(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> TierBytes:
     work = DeviceWork.of(in_memory, mesh)
     estimate = predict_work(work, cluster.topology)
     if not run.disk.directory:
-        return TierBytes(estimate.total, estimate.host)
+        return _kinds_in_memory(in_memory, mesh, cluster, estimate)
     layers, ends, count = _layer_bytes(work, estimate)
     state = _state_in_files(work, estimate)
     window, largest = run.disk.window, max(one.state for one in layers)
+    stays = estimate.optimizer - state
     if not run.disk.parameters:
         kept = min(window, count)
-        update = estimate.parameters + estimate.gradients + estimate.optimizer - state
-        device = max(estimate.total - state, update + 2 * (kept * largest + ends.state))
-        return TierBytes(device, kept * largest + ends.state, 2 * state)
+        two = 2 * (kept * largest + ends.state)
+        before = estimate.total - estimate.parameters - estimate.gradients - estimate.optimizer
+        updates = two > before  # the update takes more than the passes
+        return _kinds(
+            TierBytes(estimate.parameters),
+            TierBytes(estimate.gradients),
+            TierBytes(stays + two * updates, kept * largest + ends.state, 2 * state),
+            TierBytes(0 if updates else estimate.activations),
+            TierBytes(0 if updates else before - estimate.activations),
+        )
     hidden = work.stream_bytes()
     peak = peak_of_layers(layers, count, window, ends, hidden, estimate.working)
-    buffers = window * max(one.parameters + one.state for one in layers) + ends.state
-    files = 2 * (estimate.parameters - ends.parameters + state)
-    host = host_inputs(run.disk, count, work.micro_batches) * hidden
-    away = layers_in_files(run.disk, count) * work.micro_batches * hidden
-    return TierBytes(sum(peak) + estimate.batch, buffers + host, files + away)
+    running, leaving = min(IN_FLIGHT + 1, count), min(window, count)
+    wide = max(layers, key=lambda one: 2 * one.parameters + one.state)
+    whole = max(layers, key=sum)
+    files, inputs = estimate.parameters - ends.parameters, host_inputs(run.disk, count, work.micro_batches) * hidden
+    gradients = ends.parameters + running * wide.parameters
+    states = peak.ends_state + running * wide.state + leaving * whole.state
+    return _kinds(
+        TierBytes(gradients + leaving * whole.parameters, window * whole.parameters, 2 * files),
+        TierBytes(gradients),
+        TierBytes(states, window * whole.state + ends.state, 2 * state),
+        TierBytes(peak.hidden, inputs, layers_in_files(run.disk, count) * work.micro_batches * hidden),
+        TierBytes(peak.temporaries + estimate.batch),
+    )
+
+
+def _kinds_in_memory(run: RunConfig, mesh: MeshSpec, cluster: Cluster, found: MemoryEstimate) -> dict[str, TierBytes]:
+    """Bytes by kind and tier of a run without files, whose estimate is ``found``."""
+    near = predict_work(DeviceWork.of(dataclasses.replace(run, host=HostConfig()), mesh), cluster.topology)
+    parameters, optimizer = near.parameters - found.parameters, near.optimizer - found.optimizer
+    return _kinds(
+        TierBytes(found.parameters, parameters),
+        TierBytes(found.gradients),
+        TierBytes(found.optimizer, optimizer),
+        TierBytes(found.activations, found.host - parameters - optimizer),
+        TierBytes(found.batch + found.weights + found.working + found.engine),
+    )
+
+
+def _kinds(*each: TierBytes) -> dict[str, TierBytes]:
+    return dict(zip(("parameters", "gradients", "optimizer state", "activations", "all else"), each, strict=True))
+
+
+class FileTraffic(NamedTuple):
+    """Bytes of a device that a step moves from and to files, after the first one.
+
+    Attributes:
+        forward, backward: read for the forward pass, and for the backward pass and the updates.
+        saved: inputs of layers, written in the forward pass and read in the backward pass.
+        written: parameters and optimizer state.
+        again: read for the backward pass that finds the norm by which gradients are clipped.
+    """
+
+    forward: float
+    backward: float
+    saved: float
+    written: float
+    again: float
+
+
+def file_traffic(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> FileTraffic:
+    """Bytes that a step of a run with files moves: what the window has at a turn is not read (``step_traffic``)."""
+    work = DeviceWork.of(dataclasses.replace(run, disk=DiskConfig()), mesh)
+    estimate = predict_work(work, cluster.topology)
+    layers, ends, count = _layer_bytes(work, estimate)
+    state, kept = _state_in_files(work, estimate), min(run.disk.window, count)
+    if not run.disk.parameters:
+        return FileTraffic(0, state - kept * max(one.state for one in layers), 0, state, 0)
+    parameters = estimate.parameters - ends.parameters
+    reads = parameters - kept * max(one.parameters for one in layers)
+    saved = layers_in_files(run.disk, count) * work.micro_batches * work.stream_bytes()
+    again = reads + saved if run.optim.clip_norm is not None else 0
+    return FileTraffic(reads, reads + state, saved, parameters + state, again)
+
+
+def disk_seconds(traffic: FileTraffic, hardware: Hardware, forward: float, backward: float) -> float:
+    """Seconds of a step that files take beside its passes: what these do not hide, and passes that are made again.
+
+    Reads and writes go on at the same time, each at the disk's rate, or the link's if that is slower. Layers are read
+    and written beside the passes; the optimizer state alone is after them.
+
+    Args:
+        traffic: bytes of the step.
+        hardware: of a device.
+        forward, backward: seconds of the passes, recomputation included.
+    """
+    rate = min(hardware.disk, hardware.host)
+    back = max(traffic.backward + traffic.saved, traffic.written) / rate
+    if not traffic.forward:
+        return back
+    out = max(traffic.forward, traffic.saved) / rate
+    repeated = max(backward, traffic.again / rate) if traffic.again else 0.0
+    return max(0.0, out - forward) + max(0.0, back - backward) + repeated
+
+
+def check_compiles(row: CapacityRow, cluster: Cluster) -> None:
+    """Checks that a compiler takes the step of a row without its devices.
+
+    Raises:
+        ConfigError: the GPU compiler takes no arguments in the host's memory without a GPU.
+    """
+    if cluster.topology.platform == "gpu" and row.place.placement.optimizer == "host":
+        raise ConfigError(
+            "the optimizer state is an argument in the host's memory, which the GPU compiler takes only where there is "
+            "a GPU; there `jaxllm train --within SIZE --host SIZE` compiles the step before it trains."
+        )
+
+
+def compiled_bytes(
+    row: CapacityRow, cluster: Cluster, progress: Progress | None = None
+) -> tuple[TierBytes, StepMemory]:
+    """Bytes of a device by tier with those of the compiled step in place of predicted ones, and what was compiled.
+
+    Arrays of the state in the host's memory, buffers of files and the files are as predicted: no program has them.
+
+    Args:
+        row: legal place.
+        cluster: devices; where they have no compiler, those of its topology are compiled for.
+        progress: called about once a second.
+
+    Raises:
+        ConfigError: see ``check_compiles``.
+        OutOfDeviceMemory: the compiler says that a program exceeds device memory.
+        CompilerMissing: the compiler is not installed; names the extra to install.
+    """
+    assert row.kinds is not None
+    check_compiles(row, cluster)
+    memory = step_memory_for(row.run, cluster.topology.name, progress)
+    state = row.kinds["parameters"].host + row.kinds["optimizer state"].host
+    return TierBytes(memory.device, memory.host + state, summed(row.kinds).disk), memory
 
 
 def _state_in_files(work: DeviceWork, estimate: MemoryEstimate) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jaxllm.plan.hardware import Cluster, HardwareError
 from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.plan.timeline_rates import rates_of
 from jaxllm.train import RunConfig
-from jaxllm.train.compile_step import compile_for
+from jaxllm.train.compile_step import compile_for, step_memory_for
 from jaxllm.train.run import fitting_mesh
 from jaxllm.train.run_model import run_model
 from sharding.isolate import Progress
@@ -38,6 +39,32 @@ class CompiledLayout:
     def to_json(self) -> dict[str, Any]:
         """JSON-able data."""
         return {**self.report.to_json(), "seconds": self.seconds}
+
+
+@dataclass(frozen=True)
+class CompiledPrograms:
+    """Compiled programs of a layout with files, whose step is several.
+
+    Attributes:
+        device: bytes of a device, added up by the formula of the step.
+        programs: bytes of a device that each takes by itself, by name.
+        seconds: what compiling took.
+    """
+
+    device: int
+    programs: dict[str, int]
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able data."""
+        return {"device": self.device, "programs": self.programs}
+
+
+def compile_programs(layout: ParallelLayout, cluster: Cluster, progress: Progress | None = None) -> CompiledPrograms:
+    """Compiles the programs of a layout with files in a child process; see ``compile_layout``."""
+    began = time.monotonic()
+    found = step_memory_for(layout.run, cluster.topology.name, progress)
+    return CompiledPrograms(found.device, found.programs, time.monotonic() - began)
 
 
 def compile_layout(

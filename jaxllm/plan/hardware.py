@@ -16,6 +16,7 @@ Sources. Rates of 8-bit matmuls: the sheets of `jaxllm.compiler.device_peaks`. I
 network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200
 (NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX
 systems). Hosts: PCIe x16, generation 4 (A100) and 5; for TPUs it is not published and 16 GB/s are assumed (set host).
+Disks: what hosts have differs, and 3 GB/s are assumed for each device, about one NVMe drive on PCIe 3 (set disk).
 Host memory: that of DGX systems, two processors of eight channels for eight GPUs (DDR4-3200 of A100, DDR5-4800 of
 H100, -5600 of B200). Watts of TPU v4: arXiv:2304.01433, table 4; none are published for other TPUs. GPUs of 24 GB: data
 sheets, and NVIDIA's whitepapers of GA102 and Ada for RTX 3090 and 4090; without NVLink (an RTX 3090 has it with a
@@ -65,6 +66,7 @@ class Hardware:
         link: bytes/s each way, of one of a TPU's ICI links, or of a GPU to all others of its node (NVLink).
         network: bytes/s each way, of a device to other slices or nodes (DCN).
         host: bytes/s each way, of a device to its host's memory.
+        disk: bytes/s each way, of a device's share of its host's disks.
         hop: latency in seconds of a message to a neighbour; on GPUs to any device of a node, or of another one.
         tile: matmul dimensions are rounded up to multiples of it.
         like: device kind that programs are compiled for; "" if they cannot be compiled.
@@ -86,13 +88,14 @@ class Hardware:
     hop: float
     tile: int
     like: str
+    disk: float = 3e9
     host_memory: float | None = None
     watts: float | None = None
     dollars_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         rates = ("flops", "flops_float32", "flops_int8", "flops_fp8")
-        for name in (*rates, "bandwidth", "hbm_bytes", "link", "network", "host", "tile"):
+        for name in (*rates, "bandwidth", "hbm_bytes", "link", "network", "host", "disk", "tile"):
             if not getattr(self, name) > 0:
                 raise HardwareError(f"hardware {self.name}: {name} = {getattr(self, name)}; give a positive number.")
 

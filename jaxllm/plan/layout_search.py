@@ -120,7 +120,7 @@ def search(
     for mesh in meshes(run, cluster, documents):
         for runs in _families(run, mesh, documents):
             for laid in runs:
-                if not _runs(laid, mesh):
+                if not is_supported(laid, mesh):
                     continue
                 tried += 1
                 work = _work(laid, mesh, documents)
@@ -251,7 +251,7 @@ def legal_layouts(run: RunConfig, mesh: MeshSpec) -> Iterator[RunConfig]:
     pipelines schedules and shares of offloaded layers; whether they fit or not.
     """
     for family in _families_of(run, mesh, ""):
-        yield from (laid for laid in family if _runs(laid, mesh))
+        yield from (laid for laid in family if is_supported(laid, mesh))
 
 
 def _families(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None = None) -> Iterator[Iterator[RunConfig]]:
@@ -371,8 +371,8 @@ def _parameters_fit(config: DecoderConfig, rules: Rules, mesh: MeshSpec) -> bool
     return True
 
 
-def _runs(run: RunConfig, mesh: MeshSpec) -> bool:
-    """True if the run's optimizer supports the layout."""
+def is_supported(run: RunConfig, mesh: MeshSpec) -> bool:
+    """True if the run's optimizer, and its other settings, support the layout."""
     try:
         check_combinations(run, dict(mesh.axes))
     except ConfigError:

@@ -14,6 +14,9 @@ from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.train import RunConfig
 
+TIERS = ("total", "host", "disk")
+"""Bytes of a device, of its share of the host's memory, and in files."""
+
 
 def function_name(layout: ParallelLayout, cluster: Cluster) -> str:
     """Name of the recipe function in the file."""
@@ -72,7 +75,12 @@ def to_json(layout: ParallelLayout, cluster: Cluster) -> dict[str, Any]:
             "seconds": layout.time.seconds,
             "mfu": layout.time.mfu(cluster.hardware.flops),
             "time": time,
-            "memory": {**layout.memory.parts(), "total": layout.memory.total, "host": layout.memory.host},
+            "memory": {
+                **layout.memory.parts(),
+                "total": layout.memory.total,
+                "host": layout.memory.host,
+                "disk": layout.memory.disk,
+            },
             "limit": layout.limit,
         },
     }

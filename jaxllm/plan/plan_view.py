@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.parallel.sharding_table_view import columns
-from jaxllm.plan.compiled_layout import CompiledLayout
+from jaxllm.plan.compiled_layout import CompiledLayout, CompiledPrograms
 from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Cluster
@@ -17,7 +17,10 @@ from sharding.topology import GIB
 def ranking(layouts: Sequence[ParallelLayout], cluster: Cluster) -> str:
     """Table of layouts, fastest first: choices, step time and its parts, memory."""
     spent = ("compute", "HBM", "ICI", "DCN", "bubble", "host")
-    head = ("", "mesh", "remat", "micro", "plan", "s/step", "MFU %", *spent, "GiB")
+    disk, host = (any(getattr(one.memory, tier) for one in layouts) for tier in ("disk", "host"))
+    spent += ("disk",) * disk
+    tiers = ("of host",) * host + ("on disk",) * disk
+    head = ("", "mesh", "remat", "micro", "plan", "s/step", "MFU %", *spent, "GiB", *tiers)
     if cluster.topology.platform == "gpu":
         head = tuple({"ICI": "NVLink", "DCN": "network"}.get(name, name) for name in head)
     rows = [
@@ -29,16 +32,18 @@ def ranking(layouts: Sequence[ParallelLayout], cluster: Cluster) -> str:
             describe_plan(layout),
             _seconds(layout.time.seconds),
             f"{100 * layout.time.mfu(cluster.hardware.flops):.1f}",
-            *(f"{100 * seconds / layout.time.seconds:.0f}%" for seconds in parts(layout).values()),
+            *(f"{100 * seconds / layout.time.seconds:.0f}%" for seconds in parts(layout, disk=disk).values()),
             f"{layout.memory.total / GIB:.1f}",
+            *([f"{layout.memory.host / GIB:.1f}"] if host else []),
+            *([f"{layout.memory.disk / GIB:.1f}"] if disk else []),
         )
         for number, layout in enumerate(layouts, 1)
     ]
-    return columns(head, rows, "><<><>>>>>>>>>")
+    return columns(head, rows, "><<><" + ">" * (len(head) - 5))
 
 
-def parts(layout: ParallelLayout) -> dict[str, float]:
-    """Seconds of a step by cause."""
+def parts(layout: ParallelLayout, *, disk: bool = False) -> dict[str, float]:
+    """Seconds of a step by cause; with ``disk`` those of files too."""
     time = layout.time
     near, far = sum(time.near.values()), sum(time.far.values())
     return {
@@ -48,7 +53,7 @@ def parts(layout: ParallelLayout) -> dict[str, float]:
         "far": far,
         "bubble": time.bubble,
         "host": time.host,
-    }
+    } | ({"disk": time.disk} if disk else {})
 
 
 def describe_plan(layout: ParallelLayout) -> str:
@@ -60,6 +65,11 @@ def describe_plan(layout: ParallelLayout) -> str:
     said += ["context by need"] if parallel.context == "by_need" else []
     said += [parallel.schedule] if sizes.get("stage", 1) > 1 else []
     said += [f"offload {parallel.offload:g}"] if parallel.offload else []
+    said += ["state on the host"] if layout.run.host.optimizer else []
+    if layout.run.disk.directory:
+        files = layout.run.disk
+        said += ["inputs, layers, state on disk" if files.activations else "layers, state on disk"] * files.parameters
+        said += ["state on disk"] * (not files.parameters) + [f"window {files.window}"]
     return ", ".join(said)
 
 
@@ -73,6 +83,7 @@ def explained(layout: ParallelLayout, cluster: Cluster) -> str:
     rows += [(f"sent over {axes}, between", seconds) for axes, seconds in time.far.items() if seconds]
     rows += [("bubble", time.bubble)] if time.bubble else []
     rows += [("to the host and back", time.host)] if time.host else []
+    rows += [("files, beside the passes", time.disk)] if time.disk else []
     lines += [f"  {label:<44}{seconds:10.4f}" for label, seconds in rows]
     if any(time.hidden.values()):
         behind = ", ".join(f"{seconds:.3f} s over {axes}" for axes, seconds in time.hidden.items() if seconds > 5e-4)
@@ -80,6 +91,8 @@ def explained(layout: ParallelLayout, cluster: Cluster) -> str:
     lines += ["", "GiB of a device"]
     lines += [f"  {label:<44}{size / GIB:10.3f}" for label, size in memory.parts().items()]
     lines.append(f"  {'total':<44}{memory.total / GIB:10.3f} of {layout.limit / GIB:.2f}")
+    if memory.disk:
+        lines.append(f"  {'in files, twice what is not activations':<44}{memory.disk / GIB:10.3f}")
     if memory.host:
         lines.append(f"  {'in the memory of its host':<44}{memory.host / GIB:10.3f}")
         forward = time.compute / 3 / layout.run.accumulate  # a third of the arithmetic
@@ -106,8 +119,9 @@ def nothing_fits(found: LayoutSearchResult, cluster: Cluster, larger: str) -> st
     return "\n".join(lines).rstrip()
 
 
-def compiled(rows: Sequence[tuple[ParallelLayout, CompiledLayout | str]]) -> str:
-    """Table of predicted and compiled layouts; a string in place of a program says why it was not compiled."""
+def compiled(rows: Sequence[tuple[ParallelLayout, CompiledLayout | CompiledPrograms | str]]) -> str:
+    """Table of predicted and compiled layouts; a string in place of a program says why it was not compiled. Of a step
+    that is several programs, bytes alone."""
     head = ("", "mesh", "s/step", "compiled", "GiB", "compiled", "of it arguments", "collectives of a step", "took")
     lines = []
     for number, (layout, found) in enumerate(rows, 1):
@@ -115,6 +129,11 @@ def compiled(rows: Sequence[tuple[ParallelLayout, CompiledLayout | str]]) -> str
         first = (str(number), str(layout.mesh), seconds)
         if isinstance(found, str):
             lines.append((*first, "", size, found, "", "", ""))
+            continue
+        if isinstance(found, CompiledPrograms):
+            verdict = f", {(found.device - layout.limit) / GIB:.2f} too much" if found.device > layout.limit else ""
+            said = f"{len(found.programs)} programs"
+            lines.append((*first, "", size, f"{found.device / GIB:.2f}{verdict}", "", said, f"{found.seconds:.0f} s"))
             continue
         report = found.report
         sent = [f"{kind} over {group}: {size / GIB:.2f} GiB" for kind, group, _, size in report.by_kind()[:3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from jaxllm.train.step.step_builder import (
 )
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import jit_step
-from sharding.isolate import IsolatedError, Progress, run_isolated
+from sharding.isolate import IsolatedError, Progress, run_isolated, stage
 from sharding.topology import Topology
 
 
@@ -129,6 +130,23 @@ class StateBytes(NamedTuple):
     disk: int
 
 
+class StepMemory(NamedTuple):
+    """Bytes that a run's compiled step takes, wherever its state is.
+
+    Attributes:
+        device: of a device.
+        host: of the host's memory for a device, by what a step moves there: offloaded activations, or saved inputs of
+            streamed layers.
+        temporaries: of a device, of the largest program.
+        programs: bytes of a device that each program takes by itself, by name; of one program: "step".
+    """
+
+    device: int
+    host: int
+    temporaries: int
+    programs: dict[str, int]
+
+
 def step_memory_here(run: RunConfig) -> tuple[int, int]:
     """Bytes that the run's step takes on each of the devices that are here, and in the host's memory.
 
@@ -136,17 +154,51 @@ def step_memory_here(run: RunConfig) -> tuple[int, int]:
     """
     devices = jax.devices()
     chosen = options(devices[0].platform, devices[0].device_kind, run.compiler_options) or None
+    return _step_memory(step_settings(run), devices, chosen)[:2]
+
+
+def step_memory_for(run: RunConfig, on: str, progress: Progress | None = None) -> StepMemory:
+    """Bytes that the run's step takes on a topology, wherever its state is; compiled in a separate process.
+
+    Args:
+        run: the run; with ``disk.directory`` its step is several programs, and no file is made.
+        on: the topology's name.
+        progress: called about once a second.
+
+    Raises:
+        ShardingError: the topology is unknown, or the run does not fit a mesh of its devices.
+        OutOfDeviceMemory: the compiler says that a program exceeds device memory.
+        CompilerMissing: the compiler is not installed; names the extra to install.
+    """
+    arguments = {"config": to_dict(step_settings(run))}
+    return StepMemory(**run_isolated("jaxllm.train.compile_step:step_memory_on", on, arguments, progress=progress))
+
+
+def step_memory_on(topology: Topology, config: dict[str, Any]) -> dict[str, Any]:
+    """``step_memory_for`` in this process, which must be set up for the topology's compiler.
+
+    Args:
+        topology: the devices to compile for.
+        config: the run, as JSON.
+    """
+    run = from_dict(RunConfig, config)
+    stage("compiling")
+    return _step_memory(run, topology.devices(), compiler_options(topology, run))._asdict()
+
+
+def _step_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> StepMemory:
     if run.disk.parameters:
-        return _layer_stream_bytes(step_settings(run), devices, chosen)
+        return _layer_stream_memory(run, devices, chosen)
     if run.disk.directory:
-        return _streamed_bytes(step_settings(run), devices, chosen)
-    step, arguments, mesh = _step_for(step_settings(run), devices)
+        return _disk_step_memory(run, devices, chosen)
+    step, arguments, mesh = _step_for(run, devices)
     with jax.set_mesh(mesh):
         memory: Any = step.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
-    return program_bytes(memory), memory.host_temp_size_in_bytes
+    took = program_bytes(memory)
+    return StepMemory(took, memory.host_temp_size_in_bytes, memory.temp_size_in_bytes, {"step": took})
 
 
-def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> tuple[int, int]:
+def _disk_step_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> StepMemory:
     """Bytes of a step with its optimizer state on disk; no file is made."""
     model = run_model(run)
     mesh = run_mesh(run, model, devices)
@@ -158,10 +210,10 @@ def _streamed_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str,
         lowered = lowered_programs(programs, abstract, abstract_batch(run, model, mesh), files)
         compiled = compiled_programs(lowered, chosen)
     host: int = compiled.gradients.memory_analysis().host_temp_size_in_bytes
-    return disk_step_bytes(compiled, abstract, files), host
+    return _of_programs(disk_step_bytes(compiled, abstract, files), host, compiled._asdict())
 
 
-def _layer_stream_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> tuple[int, int]:
+def _layer_stream_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> StepMemory:
     """Bytes of a step with parameters and optimizer state on disk, by its formula; no file is made."""
     model = run_model(run)
     mesh = run_mesh(run, model, devices)
@@ -171,7 +223,20 @@ def _layer_stream_bytes(run: RunConfig, devices: list[jax.Device], chosen: dict[
         programs = build_streamed_step(run, of, files, abstract_batch(run, model, mesh), chosen)
     hidden: int = programs.embed.memory_analysis().output_size_in_bytes
     inputs = host_inputs(run.disk, len(params.units), run.accumulate)
-    return sum(device_peak(programs, of, files)), hidden * inputs
+    return _of_programs(sum(device_peak(programs, of, files)), hidden * inputs, vars(programs))
+
+
+def _of_programs(device: int, host: int, programs: Mapping[str, Any]) -> StepMemory:
+    """Memory of a step of several programs, by name; those of kinds of layers are in dictionaries by segment."""
+    named = {name: one if isinstance(one, dict) else {"": one} for name, one in programs.items()}
+    found = {
+        f"{name} {segment}".strip(): one.memory_analysis()
+        for name, many in named.items()
+        for segment, one in many.items()
+        if hasattr(one, "memory_analysis")
+    }
+    temporaries = max(one.temp_size_in_bytes for one in found.values())
+    return StepMemory(device, host, temporaries, {name: program_bytes(one) for name, one in found.items()})
 
 
 def _on_disk(run: RunConfig, abstract: TrainState) -> tuple[TrainState, StateFiles, StateFiles]:
@@ -199,12 +264,13 @@ def state_bytes_here(run: RunConfig) -> StateBytes:
 
 
 def window_bytes_here(run: RunConfig) -> int:
-    """Bytes of the host's memory for each device that layers in the window take, of a run with its parameters on disk,
-    on the devices that are here; nothing is compiled."""
+    """Bytes of the host's memory for each device that layers in the window take, of a run with its optimizer state on
+    disk, or its parameters too, on the devices that are here; nothing is compiled."""
     model = run_model(run)
     mesh = run_mesh(run, model, jax.devices())
     _, files, params = _on_disk(run, run_state(run, model, build_optimizer(run, model), mesh))
-    return -(-(files.window_bytes + params.window_bytes) // jax.local_device_count())
+    size = files.window_bytes + (params.window_bytes if run.disk.parameters else 0)
+    return -(-size // jax.local_device_count())
 
 
 def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any, Any], Mesh]:

@@ -26,6 +26,27 @@ def test_mesh_auto_trains_with_the_first_layout_of_the_search(monkeypatch, capsy
     assert f'mesh auto: --mesh "{found.mesh}"' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("budget", [[], ["--within", "1GiB", "--host", "1GiB"]])
+def test_mesh_auto_plans_by_the_rates_of_a_file(monkeypatch, tmp_path, capsys, budget):
+    """Devices without a data sheet, with memory so slow that another layout is first; the budget has the file too."""
+    taken, budgets = [], []
+    monkeypatch.setattr("jaxllm.cli.recipe_arguments.start_training", lambda run: taken.append(run) or FINISHED)
+    monkeypatch.setattr("jaxllm.cli.recipe_arguments.fitted_here", lambda run, own: budgets.append(own) or run)
+    file = tmp_path / "ours.toml"
+    asked = ["train", "quickstart", "--mesh", "auto", "--data.batch-size", "16", "--hardware", str(file), *budget]
+    for bandwidth in (3e12, 1e9):
+        file.write_text(f'[cpu]\nlike = "h100"\nbandwidth = {bandwidth}\n')
+        assert cli.main(asked) == 0
+        cluster = cluster_here(read(file))
+        assert cluster is not None
+        assert cluster.hardware.bandwidth == bandwidth
+        found = layout_search.search(dataclasses.replace(taken[-1], mesh="dp"), cluster).layouts[0]
+        assert (taken[-1].mesh, taken[-1].model.remat) == (found.run.mesh, found.run.model.remat)
+        assert f"{found.time.seconds:.3g} s a step" in capsys.readouterr().out
+    assert taken[0].model.remat != taken[1].model.remat
+    assert [own.hardware for own in budgets] == [file, file] * bool(budget)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

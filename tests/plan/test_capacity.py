@@ -9,8 +9,13 @@ import pytest
 from benchmarks.memory import published_capacity
 from jaxllm import cli
 from jaxllm.cli.errors import UsageError
+from jaxllm.plan import capacity_table
 from jaxllm.plan.formulas.tier_bytes import TierBytes, placed, transformer_bytes
+from jaxllm.train.compile_step import StepMemory
+from tests import environment
 
+LLAMA = f"{environment.ROOT / 'recipes' / 'llama2.py'}:llama2_7b"
+GPU = ("--capacity", "--on", "rtx4090:1x1", "--host", "59GiB", "--disk", "200GiB")
 ASKED = ("--capacity", "--on", "h100:1x8", "--mesh", "fsdp", "--data.batch-size", "8")
 
 
@@ -65,6 +70,90 @@ def test_a_larger_window_takes_more_of_host_and_device(tmp_path, capsys):
     assert more[3]["host"] == pytest.approx(4 * 2 * layer, rel=1e-3)
     assert more[4]["host"] == pytest.approx(4 * 3 * layer, rel=1e-3)
     assert more[4]["device"] == more[5]["device"] == pytest.approx(4 * 3 * layer, rel=1e-3)
+
+
+def test_bytes_of_a_place_by_kind(tmp_path, capsys):
+    """Llama 2 7B streamed on one GPU by hand, in float32: three layers run, two leave, two are in the host's memory."""
+    status, rows = table(tmp_path, LLAMA, *GPU, "--explain", "5")
+    assert status == 0
+    assert [row["fits"] for row in rows] == [False] * 4 + [True, True]
+    assert [row["window"] for row in rows] == [4] * 4 + [2, 2]
+    layer = 4 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096)
+    ends, hidden = 4 * (2 * 32_000 * 4096 + 4096), 2 * 2048 * 4096
+    kinds = rows[4]["kinds"]
+    assert kinds["parameters"] == {
+        "device": ends + 5 * layer, "host": 2 * layer, "disk": 2 * 32 * layer
+    }  # fmt: skip
+    assert kinds["gradients"] == {"device": ends + 3 * layer, "host": 0, "disk": 0}
+    assert kinds["optimizer state"] == {
+        "device": 4 * ends + 10 * layer, "host": 4 * layer + 2 * ends, "disk": 4 * (32 * layer + ends)
+    }  # fmt: skip
+    assert kinds["activations"] == {"device": 12 * hidden, "host": 32 * 8 * hidden, "disk": 0}
+    for tier, size in rows[4]["bytes"].items():
+        assert sum(kind[tier] for kind in kinds.values()) == pytest.approx(size)
+    assert rows[4]["compiled"] is None
+    shown = capsys.readouterr().out
+    assert "fits with --disk.window 2" in shown
+    assert f"{(ends + 3 * layer) / 2**30:.2f}" in shown
+    with pytest.raises(UsageError, match="the number of a place, 1 to 6"):
+        cli.COMMANDS["plan"]([LLAMA, *GPU, "--explain", "7"])
+
+
+@pytest.mark.drawn(2)
+def test_7b_is_fine_tuned_on_a_gpu_of_24_gb(tmp_path, capsys):
+    """Its programs as compiled for a GPU: AdamW with a disk, and Adafactor with no more than the host's memory."""
+    status, rows = table(tmp_path, LLAMA, *GPU, "--compile")
+    assert status == 0
+    (found,) = [row for row in rows if row["compiled"] is not None]
+    took = found["compiled"]
+    assert (found["parameters"], found["optimizer"], found["activations"]) == ("disk", "disk", "host")
+    assert took["device"] <= 24e9
+    assert took["host"] <= 64e9
+    assert took["device"] == pytest.approx(found["bytes"]["device"], rel=0.05)
+    assert took["host"] == pytest.approx(found["bytes"]["host"], rel=1e-3)
+    assert {"embed", "forward 0", "head", "backward 0", "update 0", "ends"} < set(took["programs"])
+    assert max(took["programs"].values()) < took["device"]
+    assert "compiled for h100:1x1: no compiler has rtx4090 without one" in capsys.readouterr().out
+    asked = ["--compile", "--optim.kind", "adafactor", "--host", "10GiB", "--disk", "49GiB"]
+    status, rows = table(tmp_path, LLAMA, *GPU[:3], *asked)
+    assert status == 0
+    (found,) = [row["compiled"] for row in rows if row["compiled"] is not None]
+    assert found["host"] + found["disk"] <= 64e9, "files in a file system of the host's memory"
+    assert found["device"] <= 24e9
+
+
+@pytest.mark.drawn(3)
+def test_each_place_is_compiled_where_a_compiler_takes_it(tmp_path, capsys):
+    asked = ("quickstart", *GPU, "--data.batch-size", "4", "--data.seq-len", "128", "--compile")
+    for number, programs in ((1, {"step"}), (4, {"gradients", "updates", "updates 0", "puts 0", "finish"})):
+        status, rows = table(tmp_path, *asked, "--explain", str(number))
+        assert status == 0
+        compiled = rows[number - 1]["compiled"]
+        assert set(compiled["programs"]) == programs
+        assert 0 < compiled["temporaries"] < compiled["device"]
+    capsys.readouterr()
+    status, rows = table(tmp_path, *asked, "--explain", "2")
+    assert status == 1
+    assert "takes only where there is a GPU" in capsys.readouterr().out
+
+
+def test_places_are_compiled_until_one_fits(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def memory(run, on, progress):
+        seen.append((run.disk.activations, on))
+        return StepMemory((40 if not run.disk.activations else 20) << 30, 0, 1 << 30, {"a": 1, "b": 2})
+
+    monkeypatch.setattr(capacity_table, "step_memory_for", memory)
+    status, rows = table(tmp_path, LLAMA, *GPU, "--compile")
+    assert seen == [(False, "h100:1x1"), (True, "h100:1x1")]
+    assert status == 0
+    said = capsys.readouterr().out
+    assert "as compiled it needs 18.3 more on the device" in said
+    assert "each program by itself" in said
+    assert rows[4]["compiled"]["device"] == 40 << 30
+    status, _ = table(tmp_path, LLAMA, *GPU, "--compile", "--explain", "5")
+    assert status == 1
 
 
 def test_bytes_of_a_small_transformer_by_hand():

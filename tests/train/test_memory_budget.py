@@ -52,7 +52,7 @@ def measured(monkeypatch):
         (["--within", "800MiB", "--host", "2TiB"], [], MemoryBudget(800 << 20, 2 << 40)),
         (["--fit", "--host.optimizer"], ["--host.optimizer"], MemoryBudget(None)),
         (["--steps", "3"], ["--steps", "3"], None),
-        (["--fit", "--host=2", "--hardware", "a.toml"], [], MemoryBudget(None, 2 << 30, None, Path("a.toml"))),
+        (["--fit", "--host=2", "--hardware", "a.toml"], ["--hardware", "a.toml"], MemoryBudget(None, 2 << 30)),
         (["--within", "1", "--disk=/a:b:2"], [], MemoryBudget(1 << 30, None, ("/a:b", 2 << 30))),
         (["--disk", "/a:b:2GiB"], ["--disk.directory", "/a:b", "--disk.bytes", str(2 << 30)], None),
     ],
@@ -68,9 +68,6 @@ def test_budgets_are_read(words, rest, budget):
         (["--within", "0"], "--within 0: give a size"),
         (["--within"], "--within : give a size"),
         (["--host", "3"], "--host SIZE needs --within SIZE"),
-        (["--within", "3", "--hardware", "a.toml"], "--hardware FILE gives the rates .* needs --host SIZE"),
-        (["--disk=/a:2", "--host", "3", "--hardware=a.toml"], "--hardware FILE .* needs --host SIZE and --within SIZE"),
-        (["--fit", "--host", "3", "--hardware"], "--hardware: give the file"),
         (["--disk", "/nvme"], "--disk /nvme: give DIR:SIZE"),
         (["--disk=/nvme:much"], "--disk much: give a size"),
         (["--fit", "--within", "3"], "--fit is the memory that the devices have"),
@@ -79,6 +76,21 @@ def test_budgets_are_read(words, rest, budget):
 def test_what_is_no_budget_is_named(words, message):
     with pytest.raises(UsageError, match=message):
         without_budget(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hardware", "a.toml"], "--hardware FILE gives the rates of the devices"),
+        (["--within", "3", "--hardware", "a.toml"], "it needs --mesh auto, or --host SIZE with --within SIZE"),
+        (["--disk=/a:2", "--host", "3", "--hardware=a.toml"], "it needs --mesh auto, or --host SIZE"),
+        (["--fit", "--host", "3", "--hardware"], "--hardware: give the file"),
+        (["--mesh", "auto", "--hardware="], "--hardware: give the file"),
+    ],
+)
+def test_a_hardware_file_that_nothing_asks_for_is_refused(words, message, capsys):
+    assert cli.main(["train", "quickstart", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_run_that_is_trained_fits(measured, monkeypatch, capsys):
@@ -166,19 +178,60 @@ def test_parameters_leave_the_device_last(with_places, finished, capsys):
     fitted = fitted_here(run, MemoryBudget(least, None, disk))
     assert fitted.disk == DiskConfig(*disk, parameters=True)
     assert fitted.model.remat == "full"
-    assert "layers streamed from disk: 0.010 GiB on the device, 0.005 of the host" in capsys.readouterr().out
+    assert "4 of them in memory: 0.010 GiB on the device, 0.005 of the host" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"--within is 0.010 GiB"):
         fitted_here(run, MemoryBudget(least - 1, None, disk))
-    fitted = fitted_here(run, MemoryBudget(least, INPUTS - 1 << 20, disk))
+    window = compile_step.window_bytes_here(fitted)
+    fitted = fitted_here(run, MemoryBudget(least, (INPUTS - 1 << 20) + window, disk))
     # Of ten inputs the host has room for eight, of which the window of four layers takes four.
     assert fitted.disk == DiskConfig(*disk, parameters=True, activations=True, activation_layers=6)
     assert fitted.disk.host == 0
     said = capsys.readouterr().out
-    assert "--host is 0.004 GiB" in said
+    assert "for layers in memory, is 0.004 GiB" in said
     assert "0.004 of the host for inputs of layers, those of 6 on disk" in said
     fitted = fitted_here(run, MemoryBudget(least, 40 << 20, disk))
     assert fitted.disk == DiskConfig(*disk, parameters=True, host=40 << 20)
     assert "of the host for chunks of the files" in capsys.readouterr().out
+
+
+@pytest.mark.drawn(2)
+def test_a_smaller_window_is_taken_where_it_fits(with_places, finished, monkeypatch, capsys):
+    """A layer in the window takes a MiB here."""
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    inner = compile_step.step_memory_here
+
+    def memory(run: RunConfig) -> tuple[int, int]:
+        device, host = inner(run)
+        return device + (run.disk.window << 20) * run.disk.parameters, host
+
+    monkeypatch.setattr(compile_step, "step_memory_here", memory)
+    least = BASE - STATE - PARAMS
+    for room, window in ((4, 4), (3, 3), (2, 2)):
+        fitted = fitted_here(run, MemoryBudget(least + room << 20, None, ("/nvme", 1 << 30)))
+        assert fitted.disk == DiskConfig("/nvme", 1 << 30, parameters=True, window=window)
+    with pytest.raises(UsageError, match=r"layers streamed from disk take 0.012 GiB"):
+        fitted_here(run, MemoryBudget(least + 1 << 20, None, ("/nvme", 1 << 30)))
+
+
+@pytest.mark.drawn(2)
+def test_state_on_disk_has_chunks_in_what_the_host_has_left(with_places, finished, capsys):
+    """The host has no room for the whole state, and the device none for the rest: a part of the files stays there."""
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    disk, least = ("/nvme", 1 << 30), BASE - STATE << 20
+    away = memory_budget.with_remat(dataclasses.replace(run, disk=DiskConfig(*disk)), "full")
+    streamed = dataclasses.replace(away, disk=DiskConfig(*disk, parameters=True))
+    window = compile_step.window_bytes_here(away)
+    assert 0 < window < compile_step.window_bytes_here(streamed)
+    fitted = fitted_here(run, MemoryBudget(least, 40 << 20, disk))
+    assert fitted.disk == DiskConfig(*disk, host=40 << 20)
+    assert not fitted.host.optimizer
+    left = (40 << 20) - window
+    assert f"{left / 2**30:.3f} GiB of the host for chunks of the files" in capsys.readouterr().out
+    fitted = fitted_here(run, MemoryBudget(least, window + fitted.disk.chunk - 1, disk))
+    assert fitted.disk == DiskConfig(*disk), "less than a chunk"
+    with pytest.raises(UsageError):
+        fitted_here(run, MemoryBudget(least, window - 1, disk))
+    assert "layers in the window take" in capsys.readouterr().out
 
 
 @pytest.mark.drawn(3)

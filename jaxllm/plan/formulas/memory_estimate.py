@@ -101,6 +101,7 @@ class MemoryEstimate:
         working: peak working memory of a layer, or of the loss.
         host: bytes offloaded to host memory: activations, optimizer state, parameters; not part of the device's total.
         engine: arrays of the engine that the run has beside its step (``engine_memory``).
+        disk: bytes in files; not part of the device's total.
     """
 
     parameters: int
@@ -112,6 +113,7 @@ class MemoryEstimate:
     working: int
     host: int = 0
     engine: int = 0
+    disk: int = 0
 
     @property
     def arguments(self) -> int:

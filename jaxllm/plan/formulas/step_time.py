@@ -81,6 +81,7 @@ class StepTime:
         flops: model FLOPs of the step, without recomputation.
         devices: number of devices.
         hidden: overlapped collectives, by mesh axes.
+        disk: exposed reads and writes of files, and passes that are made again for a streamed step.
     """
 
     compute: float
@@ -92,11 +93,13 @@ class StepTime:
     flops: float
     devices: int
     hidden: dict[str, float] = field(default_factory=dict)
+    disk: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Total seconds of a step."""
-        return sum((self.compute, self.memory, *self.near.values(), *self.far.values(), self.bubble, self.host))
+        sent = (*self.near.values(), *self.far.values())
+        return sum((self.compute, self.memory, *sent, self.bubble, self.host, self.disk))
 
     def mfu(self, peak: float) -> float:
         """Model FLOPs utilisation at ``peak`` FLOP/s per device."""

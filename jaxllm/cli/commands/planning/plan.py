@@ -11,14 +11,16 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.errors import UsageError
+from jaxllm.cli.memory_budget import disk_of, size_of
 from jaxllm.cli.memory_overflow import memory_overflow
 from jaxllm.cli.progress_line import progress_line
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 if TYPE_CHECKING:
-    from jaxllm.plan.compiled_layout import CompiledLayout
+    from jaxllm.plan.compiled_layout import CompiledLayout, CompiledPrograms
     from jaxllm.plan.document_batch import DocumentBatch
     from jaxllm.plan.formulas.calibration import Calibration
+    from jaxllm.plan.formulas.tier_bytes import TierBytes
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.layout_search import ParallelLayout
     from jaxllm.train import RunConfig
@@ -35,6 +37,8 @@ PLAN_VALUES = (
     "--hardware",
     "--calibrate",
     "--documents",
+    "--host",
+    "--disk",
 )
 PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h")
 
@@ -64,6 +68,8 @@ def plan(argv: list[str]) -> int:
         hardware: Path | None = None,
         calibrate: Path | None = None,
         documents: Path | None = None,
+        host: str = "",
+        disk: str = "",
         as_is: bool = False,
     ) -> int:
         """Searches meshes, remat, micro-batches and pipeline schedules; compiles the layouts predicted to be fastest.
@@ -90,11 +96,15 @@ def plan(argv: list[str]) -> int:
             calibrate: directory of a run on such devices, whose profile gives the achieved shares of the data sheet.
             documents: file of document lengths, in tokens, one for each of a sample of documents: a batch is drawn from
                 them, attention is predicted for its documents, and context by need is searched too.
+            host: memory of the host for each device, such as 64GiB: the optimizer state may be there, and activations.
+            disk: directory and bytes of it for each device, such as /mnt/nvme:2TiB: the optimizer state may be in
+                files, and layers with their inputs. Their rate is that of --hardware (disk), else 3 GB/s.
             as_is: predict the run's own mesh and settings instead of searching.
         """
         from jaxllm.files import write_json
         from jaxllm.plan import hardware as table
         from jaxllm.plan.document_batch import DocumentBatch, read_lengths
+        from jaxllm.plan.formulas.tier_bytes import TierBytes
         from jaxllm.plan.hardware import Cluster
         from jaxllm.plan.plan_export import to_json
 
@@ -108,10 +118,15 @@ def plan(argv: list[str]) -> int:
             from jaxllm.cli.commands.planning.plan_unequal import plan_unequal
 
             given = {"--calibrate": calibrate, "--documents": documents, "--tokens": tokens, "--as-is": as_is or None}
-            given["--html"] = html
+            given |= {"--html": html, "--host": host or None, "--disk": disk or None}
             if unequal := [name for name, value in given.items() if value is not None]:
                 raise UsageError(f"{unequal[0]}: it is for equal devices (--on TOPOLOGY); leave it out for {on}.")
             return plan_unequal(config, Path(on), known, top=top, explain=explain, save=save, json=json)
+        if (host or disk) and (as_is or documents is not None):
+            raise UsageError("--host, --disk: places are searched, for whole rows; leave --as-is and --documents out.")
+        directory, size = disk_of(disk) if disk else ("", 0)
+        there = TierBytes(0, size_of("--host", host) if host else 0, size)
+        tiers = (directory, there) if host or disk else None
         clusters = [Cluster.parse(name, known) for name in on.split(",")]
         for name, file in (("--save", save), ("--html", html)):
             if file is not None and len(clusters) > 1:
@@ -122,7 +137,7 @@ def plan(argv: list[str]) -> int:
             if number:
                 print()
             attained = _calibration(calibrate, cluster)
-            layouts = _layouts(config, cluster, top, as_is, attained, batch)
+            layouts = _layouts(config, cluster, top, as_is, attained, batch, tiers)
             if not layouts:
                 status = 1
                 continue
@@ -162,9 +177,16 @@ def _layouts(
     as_is: bool,
     calibration: Calibration,
     documents: DocumentBatch | None,
+    tiers: tuple[str, TierBytes] | None,
 ) -> list[ParallelLayout]:
-    """Searches and prints the best layouts; prints why and returns none where none fits."""
+    """Searches and prints the best layouts; prints why and returns none where none fits.
+
+    Args:
+        config, cluster, top, as_is, calibration, documents: what is searched.
+        tiers: directory of files, and bytes of host and disk where states may be too; None: on the device alone.
+    """
     from jaxllm.plan import layout_search, plan_view
+    from jaxllm.plan.placed_layouts import search_places
     from jaxllm.train.run_sharding import described_mesh
 
     tokens = config.data.batch_size * config.data.seq_len
@@ -179,7 +201,11 @@ def _layouts(
         layouts = [layout_search.predict_layout(config, mesh, cluster, calibration, documents=documents)]
         tried = 1
     else:
-        found = layout_search.search(config, cluster, calibration=calibration, documents=documents)
+        if tiers is None:
+            found = layout_search.search(config, cluster, calibration=calibration, documents=documents)
+        else:
+            available = tiers[1]._replace(device=layout_search.memory_limit(cluster))
+            found = search_places(config, cluster, available, tiers[0], calibration=calibration)
         layouts, tried = list(found.layouts), found.tried
         if not layouts:
             print(plan_view.nothing_fits(found, cluster, layout_search.suggest_fitting(config, cluster)))
@@ -192,7 +218,7 @@ def _layouts(
 
 def _compiled(
     layouts: list[ParallelLayout], cluster: Cluster, calibration: Calibration, pages: Mapping[int | None, Path]
-) -> list[CompiledLayout | str]:
+) -> list[CompiledLayout | CompiledPrograms | str]:
     """Compiles layouts and prints the results: a report for each, or the reason why it does not fit.
 
     Args:
@@ -205,10 +231,16 @@ def _compiled(
     if cluster.hardware.like != cluster.hardware.name:
         print(f"\nnot compiled: no compiler for {cluster.hardware.name} is available")
         return []
-    out: list[CompiledLayout | str] = []
+    out: list[CompiledLayout | CompiledPrograms | str] = []
     for number, layout in enumerate(layouts, 1):
+        line = progress_line(f"{number} of {len(layouts)}: ")
+        if layout.run.host.optimizer and cluster.topology.platform == "gpu":
+            out.append("needs a GPU")  # its compiler takes no arguments in the host's memory without one
+            continue
         try:
-            line = progress_line(f"{number} of {len(layouts)}: ")
+            if layout.run.disk.directory:
+                out.append(compiled_layout.compile_programs(layout, cluster, line))
+                continue
             out.append(compiled_layout.compile_layout(layout, cluster, line, calibration, pages.get(number)))
         except OutOfDeviceMemory as error:
             print(f"\n{memory_overflow(layout.run, cluster.topology, error)}")
@@ -217,7 +249,7 @@ def _compiled(
     print(f"\ncompiled; seconds by {by}, at the prediction's shares of the data sheet's rates")
     print(plan_view.compiled(list(zip(layouts, out, strict=True))))
     for number, page in pages.items():
-        if number is not None and number <= len(out) and not isinstance(out[number - 1], str):
+        if number is not None and number <= len(out) and isinstance(out[number - 1], compiled_layout.CompiledLayout):
             print(f"written: {page}")
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,10 @@ from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 if TYPE_CHECKING:
     from jaxllm.plan.capacity_table import CapacityRow
     from jaxllm.plan.formulas.tier_bytes import TierBytes
+    from jaxllm.plan.hardware import Cluster
 
-VALUES = ("--on", "--within", "--host", "--disk", "--hardware", "--json")
-BARE = ("--help", "-h")
+VALUES = ("--on", "--within", "--host", "--disk", "--explain", "--hardware", "--json")
+BARE = ("--compile", "--no-compile", "--help", "-h")
 
 
 def plan_capacity(argv: list[str]) -> int:
@@ -31,13 +33,15 @@ def plan_capacity(argv: list[str]) -> int:
         within: str = "",
         host: str = "",
         disk: str = "",
+        explain: int | None = None,
+        compile: bool = False,
         hardware: Path | None = None,
         json: Path | None = None,
     ) -> int:
         """Lists the bytes of a device by tier for each place that training has, and whether they fit; by formula.
 
         Any setting of the run can follow, as for `jaxllm train`: --mesh, --data.batch-size, --accumulate,
-        --disk.window, ... The exit status is 1 if nothing fits for one of the recipes.
+        --disk.window, ... The exit status is 1 if nothing fits for one of the recipes, with --compile as compiled.
 
         Args:
             recipe: name of the recipe, or FILE.py:FUNCTION, or several separated by commas.
@@ -45,6 +49,9 @@ def plan_capacity(argv: list[str]) -> int:
             within: memory of a device, such as 24GiB; by default what the kind of device has for a step.
             host: memory of the host for each device, such as 128GiB; by default none.
             disk: disk for each device, such as 2TiB; by default none.
+            explain: number of a place whose bytes to show by what they are: parameters, gradients, ...
+            compile: compile the programs of that place, or without --explain of the places that fit, in their order,
+                until one fits as compiled too; shows the compiler's bytes beside the predicted ones.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             json: JSON file to write the table to.
         """
@@ -56,6 +63,8 @@ def plan_capacity(argv: list[str]) -> int:
         from jaxllm.plan.hardware import Cluster
         from jaxllm.plan.layout_search import memory_limit
 
+        if explain is not None and not 1 <= explain <= len(PLACEMENTS):
+            raise UsageError(f"--explain {explain}: give the number of a place, 1 to {len(PLACEMENTS)}.")
         cluster = Cluster.parse(on, table.TABLE if hardware is None else table.read(hardware))
         device = size_of("--within", within) if within else memory_limit(cluster)
         available = TierBytes(device, size_of("--host", host) if host else 0, size_of("--disk", disk) if disk else 0)
@@ -79,8 +88,13 @@ def plan_capacity(argv: list[str]) -> int:
                 f"{config.data.batch_size} rows of {config.data.seq_len:,}; GiB of a device, predicted\n"
             )
             print(_shown(rows, available), flush=True)
-            status |= not any(row.fits for row in rows)
-            found += [_as_json(config.name, row) for row in rows]
+            fits = any(row.fits for row in rows)
+            chosen = [(n, row) for n, row in enumerate(rows, 1) if (row.fits if explain is None else n == explain)]
+            compiled: dict[int, dict[str, object]] = {}
+            if explain is not None or compile:
+                fits &= _explained(chosen, available, cluster, compiled, compile=compile)
+            status |= not fits
+            found += [_as_json(config.name, row) | {"compiled": compiled.get(n)} for n, row in enumerate(rows, 1)]
         print("\nsettings of `jaxllm train`, with --model.remat full unless they name another:")
         for number, place in enumerate(PLACEMENTS, 1):
             print(f"{number}  {place.options or 'the default'}")
@@ -102,13 +116,81 @@ def _shown(rows: list[CapacityRow], available: TierBytes) -> str:
         place = row.place.placement
         where = (place.parameters, place.optimizer, place.activations)
         sizes = ("", "", "") if row.bytes is None else tuple(f"{size / 2**30:,.1f}" for size in row.bytes)
-        lacks = ", ".join(f"{size / 2**30:,.1f} more {_NAMES[tier]}" for tier, size in row.lacking.items())
-        said = "fits" if row.fits else "refused" if row.refusal else f"needs {lacks}"
+        window = row.run.disk.window
+        fits = "fits" if window == rows[0].run.disk.window else f"fits with --disk.window {window}"
+        said = fits if row.fits else "refused" if row.refusal else f"needs {_lacks(row.lacking)}"
         shown.append((str(number), *where, *sizes, said))
         notes += [f"{number}: {row.refusal}"] if row.refusal else []
     sizes = tuple(f"{name} of {size / 2**30:,.1f}" for name, size in available._asdict().items())
     head = ("", "parameters", "optimizer", "activations", *sizes, "")
     return "\n".join([columns(head, shown, "><<<>>><"), *notes])
+
+
+def _lacks(lacking: Mapping[str, float]) -> str:
+    """Says how much is missing of each tier."""
+    return ", ".join(f"{size / 2**30:,.1f} more {_NAMES[tier]}" for tier, size in lacking.items())
+
+
+def _explained(
+    rows: list[tuple[int, CapacityRow]],
+    available: TierBytes,
+    cluster: Cluster,
+    found: dict[int, dict[str, object]],
+    *,
+    compile: bool,
+) -> bool:
+    """Prints bytes by kind of places, and compiles them until one fits; returns whether the last one does.
+
+    Args:
+        rows: places by number.
+        available: bytes of a device.
+        cluster: devices.
+        found: compiled bytes are added, by number.
+        compile: whether to compile; else the bytes of all places are printed.
+    """
+    from jaxllm.cli.progress_line import progress_line
+    from jaxllm.config import ConfigError
+    from jaxllm.plan.capacity_table import compiled_bytes
+    from sharding.isolate import OutOfDeviceMemory
+
+    fits = False
+    for number, row in rows:
+        if row.kinds is None:
+            print(f"\nplace {number} is refused: {row.refusal}")
+            continue
+        if not compile:
+            print(f"\n{_by_kind(number, row)}")
+            fits = row.fits
+            continue
+        try:
+            took, memory = compiled_bytes(row, cluster, progress_line(f"place {number}: "))
+        except (ConfigError, OutOfDeviceMemory) as error:
+            print(f"\n{_by_kind(number, row)}\nnot compiled: {error}")
+            continue
+        found[number] = {**took._asdict(), "temporaries": memory.temporaries, "programs": memory.programs}
+        print(f"\n{_by_kind(number, row, took)}")
+        if len(memory.programs) > 1:
+            each = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in memory.programs.items())
+            print(f"each program by itself, GiB of the device: {each}")
+            print(f"of it temporaries, at most: {memory.temporaries / 2**30:.2f}")
+        if cluster.hardware.like != cluster.hardware.name:
+            print(f"compiled for {cluster.topology.name}: no compiler has {cluster.hardware.name} without one")
+        lacking = took.lacking(available)
+        if fits := not lacking:
+            break
+        print(f"as compiled it needs {_lacks(lacking)}")
+    return fits
+
+
+def _by_kind(number: int, row: CapacityRow, compiled: TierBytes | None = None) -> str:
+    """Table of bytes by kind and tier, with those of the compiled step below."""
+    from jaxllm.parallel.sharding_table_view import columns
+
+    assert row.kinds is not None
+    assert row.bytes is not None
+    shown = {**row.kinds, "in all": row.bytes} | ({} if compiled is None else {"as compiled": compiled})
+    rows = [(name, *(f"{size / 2**30:,.2f}" if size else "" for size in sizes)) for name, sizes in shown.items()]
+    return columns((f"place {number}, GiB", "device", "host", "disk"), rows, "<>>>")
 
 
 _NAMES = {"device": "on the device", "host": "of the host", "disk": "on disk"}
@@ -119,5 +201,6 @@ def _as_json(name: str, row: CapacityRow) -> dict[str, object]:
     return {
         "run": name, "options": row.place.options, "parameters": place.parameters, "optimizer": place.optimizer,
         "activations": place.activations, "fits": row.fits, "refusal": row.refusal,
-        "bytes": None if row.bytes is None else row.bytes._asdict(),
+        "bytes": None if row.bytes is None else row.bytes._asdict(), "window": row.run.disk.window,
+        "kinds": None if row.kinds is None else {kind: sizes._asdict() for kind, sizes in row.kinds.items()},
     }  # fmt: skip
