@@ -30,6 +30,7 @@ BEAT = 1.0
 SILENT = 10.0
 """Seconds without one after which the other end counts as gone; also the time that both have to prove themselves."""
 MAX_HEADER_BYTES = 2**24
+CHUNK_BYTES = 2**22
 _NONCE, _PROOF = 32, 32
 _REFUSAL = bytes(_PROOF)
 
@@ -86,7 +87,9 @@ class PoolLink:
             with self._lock:
                 self._connection.sendall(struct.pack(">I", len(text)) + text)
                 for x in arrays:
-                    self._connection.sendall(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+                    data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+                    for at in range(0, len(data), CHUNK_BYTES):  # each has `silent` seconds
+                        self._connection.sendall(data[at : at + CHUNK_BYTES])
         except OSError as error:
             self.close(_reason(error, self._silent))
 
