@@ -131,8 +131,10 @@ def check_offload(offload: str | None, mesh: str | None, adapters: bool = False)
         raise UsageError(f"--offload: {error}") from None
 
 
-def check_pools(pools: str | None, mesh: str | None, offload: str | None) -> None:
-    """Checks ``--pools`` before a model is loaded.
+def check_pools(
+    pools: str | None, mesh: str | None, offload: str | None, phase: Literal["prefill", "decode"] | None = None
+) -> None:
+    """Checks ``--pools`` before a model is loaded; ``phase``: see ``check_pools`` of the engine.
 
     Raises:
         UsageError: it is not legal, does not go with ``--mesh`` or ``--offload``, or there are fewer devices.
@@ -146,7 +148,7 @@ def check_pools(pools: str | None, mesh: str | None, offload: str | None) -> Non
     from jaxllm.infer.pools.pooled_runner import check_pools as check
 
     try:
-        check(EngineConfig(pools=pools))
+        check(EngineConfig(pools=pools), None, phase)
     except ValueError as error:
         raise UsageError(f"--pools: {error}") from None
 

@@ -82,6 +82,13 @@ SYNONYMS = (
         "such as tensor=2, over all devices that there are",
     ),
     OptionSynonym(("serve",), ("--data-parallel-size", "--dp", "--dp-size"), "--mesh", "such as data=2,tensor=2"),
+    OptionSynonym(
+        ("serve",), ("--kv-transfer-config", "--disaggregation-transfer-backend"), "--disaggregation-mode",
+        "prefill or decode, with --pools and an address in --disaggregation-bootstrap",
+    ),
+    OptionSynonym(
+        ("serve",), ("--disaggregation-bootstrap-port",), "--disaggregation-bootstrap", "an address, HOST:PORT"
+    ),
     OptionSynonym(("serve",), ("--served-model-name", "--alias"), "--name"),
     OptionSynonym(("serve",), ("--max-num-seqs", "--parallel", "--max-running-requests"), "--max-sequences"),
     OptionSynonym(("serve",), ("--max-num-batched-tokens", "--chunked-prefill-size"), "--max-batched-tokens"),

@@ -25,6 +25,7 @@ from jaxllm.infer.engine.stream_output import OutputDelta
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.kv_cache_options import KEEP_ALL, with_kv_cache
 from jaxllm.infer.length_limits import hard_limit
+from jaxllm.infer.pools.decode_listener import DecodeListener
 from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of, stages_of
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.scheduling.policies import Policy
@@ -109,6 +110,7 @@ class LLM:
         progress: called with "loading", "compiling" or "ready", how much of it is done, and of how much, see
             ``StartProgress``; None: a start of more than two seconds shows a line on the terminal.
         reserved_bytes: device memory that the KV cache leaves to work beside the engine.
+        decode_listener: see ``Engine.of``.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class LLM:
         layers: Literal["given", "auto"] = "given",
         progress: Listener | None = None,
         reserved_bytes: int = 0,
+        decode_listener: DecodeListener | None = None,
     ):
         # Checked before the model is loaded.
         sizes = with_speculation(config or EngineConfig(), speculate, speculate_tokens)
@@ -174,6 +177,7 @@ class LLM:
                 progress=tell,
                 reserved_bytes=reserved_bytes,
                 path=self.loaded.path,
+                decode_listener=decode_listener,
             )
         held, over = self.engine.runner.params, self.engine.runner.mesh
         several = self.engine.config.stages > 1 or self.engine.config.pools is not None

@@ -190,6 +190,7 @@ class EngineBackend:
                 "kv_bytes_moved": metrics.moved_bytes,
                 "kv_pages_shared": self._engine.pools.shared_pages,
             }
+            gauges["decode_engines_connected"] = self._engine.pools.connected
         if isinstance(self._engine.runner, OffloadedRunner):
             found = self._engine.runner.transfers
             counters |= {

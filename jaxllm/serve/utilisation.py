@@ -48,6 +48,8 @@ def program_utilisation(engine: Engine) -> dict[str, ProgramUtilisation]:
     for name, program in list(engine.metrics.programs.items()):
         if program.seconds > 0 and program.tokens:
             one = runner.runner_of(name) if isinstance(runner, PooledRunner) else runner
+            if one is None:
+                continue  # its devices are of a decode process
             weights, cached = weight_bytes(config, one.params), cached_bytes(one)
             devices = jax.tree.leaves(one.params)[0].sharding.device_set
             peak, many = peak_of(next(iter(devices)).device_kind), len(devices)

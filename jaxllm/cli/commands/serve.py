@@ -15,6 +15,12 @@ import tyro
 
 from jaxllm.cli.command_parser import parse_command
 from jaxllm.cli.deprecated_options import with_current_options
+from jaxllm.cli.disaggregation_arguments import (
+    Disaggregation,
+    check_disaggregation,
+    listen_for_decode,
+    run_decode_process,
+)
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import (
     check_mla,
@@ -34,6 +40,7 @@ from jaxllm.serve.listening import ListenError, listen
 
 if TYPE_CHECKING:
     from jaxllm.effort import EffortPolicy
+    from jaxllm.infer import LoadedModel
 
 DEPRECATED_OPTIONS = {
     "--sequences": "--max-sequences", "--budget": "--max-batched-tokens", "--kv-dtype": "--kv-format",
@@ -82,6 +89,9 @@ def serve(argv: list[str]) -> int:
         mla: str = "exact",
         kv_span: bool = False,
         pools: str | None = None,
+        disaggregation_mode: Disaggregation = "none",
+        disaggregation_bootstrap: str = "127.0.0.1:8998",
+        disaggregation_secret: Path | None = None,
         adapters: Path | None = None,
         adapter_slots: int = 32,
         adapter_rank: int = 64,
@@ -179,6 +189,12 @@ def serve(argv: list[str]) -> int:
                 "prefill=tensor:2 x1, decode=tensor:4 x1": devices of an engine, and engines of a pool; or weights on
                 some devices, and the KV cache with the attention over it on others, such as
                 "model=tensor:2, attention=tensor:4" (docs/serve/pools.md); instead of --mesh.
+            disaggregation_mode: with --pools: prefill: this process has the prefill pool and answers requests; decode:
+                it is one engine of the decode pool, for that process, and answers none, so that options of requests do
+                not matter to it; none: both pools are in this process (docs/serve/pools.md).
+            disaggregation_bootstrap: address HOST:PORT that the prefill process listens on for decode processes.
+            disaggregation_secret: file of the secret that all processes of the pools must know; the prefill process
+                writes one if there is none.
             adapters: directory of LoRA adapters in PEFT's format, each in a directory whose name is its model name; or
                 one adapter (docs/serve/adapters.md).
             adapter_slots: with --adapters: adapters that can be on the device, and so in one step, at a time.
@@ -222,7 +238,7 @@ def serve(argv: list[str]) -> int:
         """
         # Before anything is imported or loaded, which takes seconds.
         try:
-            sockets = listen(host, port) if is_first_process() else []
+            sockets = listen(host, port) if is_first_process() and disaggregation_mode != "decode" else []
             for one in sockets:
                 closed.callback(one.close)
         except ListenError as error:
@@ -239,7 +255,8 @@ def serve(argv: list[str]) -> int:
         from jaxllm.infer.speculate.proposer_table import with_speculation
 
         check_offload(offload, mesh, adapters is not None)
-        check_pools(pools, mesh, offload)
+        check_disaggregation(disaggregation_mode, disaggregation_bootstrap, disaggregation_secret, pools)
+        check_pools(pools, mesh, offload, None if disaggregation_mode == "none" else disaggregation_mode)
         check_overlap(overlap, mesh, pools)
         check_star_bytes(star_bytes, mesh)
         check_mla(mla, mesh)
@@ -296,11 +313,9 @@ def serve(argv: list[str]) -> int:
 
         start = StartProgress(*([terminal_line(str(config.name))] if sys.stderr.isatty() else []))
 
-        def load() -> LLM:
-            from jaxllm.infer.llm import shipped_programs
-
+        def load_weights() -> LoadedModel:
             form = "stacked" if layers == "auto" else layers
-            loaded = load_with_progress(
+            return load_with_progress(
                 model,
                 dtype,
                 form,
@@ -314,6 +329,23 @@ def serve(argv: list[str]) -> int:
                 adapter_ranks=sizes.pages_of_adapters * sizes.adapter_page_ranks,
                 progress=start,
             )
+
+        def programs_there() -> Path | None:
+            from jaxllm.infer.llm import shipped_programs
+
+            return shipped_programs(model) if programs is None else programs
+
+        if disaggregation_mode == "decode":
+            assert disaggregation_secret is not None
+            run_decode_process(
+                load_weights, sizes, disaggregation_bootstrap, disaggregation_secret,
+                programs=programs_there(), trust_programs=trust_programs, progress=start,
+            )  # fmt: skip
+            return 0
+        decode_listener = listen_for_decode(disaggregation_mode, disaggregation_bootstrap, disaggregation_secret)
+
+        def load() -> LLM:
+            loaded = load_weights()
             beside, reserved = None, 0
             if tuned is not None:
                 from jaxllm.posttrain.coserve.finetune_run import CoServedRun
@@ -322,8 +354,9 @@ def serve(argv: list[str]) -> int:
                 reserved = beside.device_bytes
             llm = LLM(
                 loaded, sizes, policy=order, adapters=found, progress=start, plain_first=False,
-                programs=shipped_programs(model) if programs is None else programs, trust_programs=trust_programs,
+                programs=programs_there(), trust_programs=trust_programs,
                 layers="auto" if layers == "auto" and beside is None else "given", reserved_bytes=reserved,
+                decode_listener=decode_listener,
             )  # fmt: skip
             if beside is not None:
                 beside.attach(llm.engine, finetune_target)

@@ -45,6 +45,7 @@ from jaxllm.infer.engine.validation import bad_word_tokens, check_request
 from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.grammar import Grammars, mask_width
 from jaxllm.infer.page_tiers import PageTiers
+from jaxllm.infer.pools.decode_listener import DecodeListener
 from jaxllm.infer.pools.pool_schedulers import PoolSchedulers
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.runner.model_runner import ModelRunner
@@ -197,6 +198,7 @@ class Engine:
         progress: Listener | None = None,
         reserved_bytes: int = 0,
         path: Path | None = None,
+        decode_listener: DecodeListener | None = None,
     ) -> Engine:
         """Builds an engine for a model and compiles its programs.
 
@@ -222,6 +224,8 @@ class Engine:
             progress: called with "compiling" or "ready", the number of programs that are ready, and of all.
             reserved_bytes: device memory that is left to side work.
             path: directory or file that the model is from, for ``speculate = "mtp"``; None: unknown.
+            decode_listener: with ``config.pools``: each decode engine is in a process of its own, which connects here;
+                returns when all have come. None: in this process.
 
         Raises:
             ValueError: sizes that do not go together, or sequences longer than the model supports.
@@ -261,7 +265,12 @@ class Engine:
         may_choose = all(x is None for x in (config.speculate, proposer, folding, streamed, config.pools))
         make = ModelRunner if staged is None else StagedRunner
         if config.pools is not None:
-            make = OffloadedRunner if config.offloads_attention else PooledRunner
+            pooled = functools.partial(PooledRunner, decode_listener=decode_listener)
+            make = OffloadedRunner if config.offloads_attention else pooled
+        if decode_listener is not None and (config.pools is None or config.offloads_attention):
+            raise ConfigError(
+                f"engine: decode_listener is for prefill and decode pools, and pools = {config.pools!r}: leave it out."
+            )
         if streamed is not None:
             kind = StreamedRunner if streamed.placement.cache is None else BlockRunner
             make = functools.partial(kind, weights=streamed)
@@ -445,6 +454,21 @@ class Engine:
             if (failure := self._served_adapters.failure(sequence.request.adapter)) is not None:
                 self._cancelled += self._fail(sequence.request, failure)
 
+    def _end_lost(self) -> None:
+        """Ends the sequences of decode engines whose process has gone, and those that wait too long for one."""
+        if self.pools is None:
+            return
+        for number, failure in self.pools.lost():
+            gone = [step for step in self._in_flight if step.plans[0].replica == number]
+            self._in_flight = deque(step for step in self._in_flight if step not in gone)
+            of_steps = [chunk.sequence for step in gone for chunk in step.plans[0].chunks]
+            for sequence in [*self.pools.schedulers[number].sequences(), *of_steps]:
+                if sequence.finish is None:
+                    self._cancelled += self._fail(sequence.request, failure)
+            self.pools.forget(number)
+        for request, failure in self.pools.stranded():
+            self._cancelled += self._fail(request, failure)
+
     def _fail(self, request: Request, failure: Exception) -> list[OutputDelta]:
         """Ends all completions of a request, or of the one that it is a part of, with "error"."""
         request = self._selector.owner(request)
@@ -547,6 +571,7 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """Starts the next step on the device and returns the output of the step before it."""
         self._end_unreadable()
+        self._end_lost()
         out, self._cancelled = self._cancelled, []
         if self.paused and not (out or self._in_flight or self.scheduler.idle):
             raise RuntimeError("the engine is paused: call resume() first.")

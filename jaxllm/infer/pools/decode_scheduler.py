@@ -117,14 +117,17 @@ class DecodeScheduler(Scheduler):
 
     def finish(self, sequence: Sequence) -> None:
         """See ``Scheduler``; the contents of pages that are on their way are dropped."""
-        if self.arriving.pop(sequence, None) is None:
+        if (transfer := self.arriving.pop(sequence, None)) is None:
             super().finish(sequence)
             return
+        transfer.drop()
         self.policy_state.finish(sequence)
         self._free(sequence)
 
     def restart(self) -> None:
         """See ``Scheduler``."""
+        for transfer in self.arriving.values():
+            transfer.drop()
         self.waiting.extend(self.arriving)
         self.arriving.clear()
         super().restart()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -49,7 +50,10 @@ class PhaseRunner(ModelRunner):
 
     Attributes:
         phase, devices: as given.
+        connected: always True, see ``DecodeEngine``.
     """
+
+    connected = True
 
     def __init__(
         self,
@@ -94,18 +98,22 @@ class PhaseRunner(ModelRunner):
             pool = self.programs[f"take-{group}-{len(pages)}"](self.pools[group], self._numbers(pages), held)
         self.pools = (*self.pools[:group], pool, *self.pools[group + 1 :])
 
+    def receive(self, group: int, pages: list[int], parts: Sequence[Slots]) -> DeviceArrival:
+        """Starts to copy pages of a prefill engine of this process to this engine's devices, see ``DecodeEngine``."""
+        return DeviceArrival(self, group, pages, self.assembled(near_copies(parts)))
+
     def assembled(self, parts: Sequence[Slots]) -> Slots:
-        """Parts that ``give`` has made, copied to this engine's devices, as one array split over them.
+        """Parts of pages on one device each or on the host, copied to this engine's devices as one array over them.
 
         The copies are asynchronous, and each device gets its own part of the kv heads alone.
         """
         mesh = self.mesh
         if mesh is None:
-            return jax.tree.map(lambda x: jax.device_put(_copy_near(x, 0, 1), self.devices[0]), parts[0])
+            return jax.tree.map(lambda x: jax.device_put(x, self.devices[0]), parts[0])
         devices, place = list(mesh.devices.flat), self._sharding(*TRANSFER_AXES)
 
-        def joined(*parts: Array) -> Array:
-            sent = [jax.device_put(_copy_near(x, n, len(parts)), devices[n]) for n, x in enumerate(parts)]
+        def joined(*parts: Any) -> Array:
+            sent = [jax.device_put(x, device) for x, device in zip(parts, devices, strict=True)]
             layers, pages, heads, *rest = parts[0].shape
             return jax.make_array_from_single_device_arrays((layers, pages, heads * len(parts), *rest), place, sent)
 
@@ -151,6 +159,43 @@ class PhaseRunner(ModelRunner):
         return self._every
 
 
+@dataclass(eq=False)
+class DeviceArrival:
+    """Pages on their way between devices of one process, see ``PageArrival``.
+
+    Attributes:
+        taker: runner of the decode engine.
+        group: their layer group.
+        pages: pages of the decode engine.
+        held: their contents, on its devices.
+    """
+
+    taker: PhaseRunner
+    group: int
+    pages: list[int]
+    held: Slots | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages."""
+        return sum(x.nbytes for x in jax.tree.leaves(self.held))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the contents are on the decode engine's devices."""
+        return all(x.is_ready() for x in jax.tree.leaves(self.held))
+
+    def land(self) -> None:
+        """Writes the contents into the pages, behind the steps that were started and before others."""
+        if self.held is not None:
+            self.taker.take(self.group, self.pages, self.held)
+        self.held = None
+
+    def drop(self) -> None:
+        """Drops the contents."""
+        self.held = None
+
+
 def cut_pages(
     rules: sharding.Rules, pool: Slots, pages: Int[Array, "B M"], *, group: LayerGroup, held_by: int, shards: int
 ) -> tuple[Slots, ...]:
@@ -194,6 +239,10 @@ def counted(items: list[One]) -> Iterator[list[One]]:
         at += size
 
 
-def _copy_near(x: Array, part: int, parts: int) -> Array:
-    """Copy of a replicated array on one of its devices, so that the copies that are sent come from all of them."""
-    return x.addressable_data(part * len(x.addressable_shards) // parts)
+def near_copies(parts: Sequence[Slots]) -> list[Slots]:
+    """Parts that ``PhaseRunner.give`` has made, each from one of the devices that have it, in turn."""
+
+    def near(x: Array, part: int) -> Array:
+        return x.addressable_data(part * len(x.addressable_shards) // len(parts))
+
+    return [jax.tree.map(functools.partial(near, part=number), part) for number, part in enumerate(parts)]

@@ -4,10 +4,15 @@ A request is assigned to a prefill engine as to a data-parallel replica. When it
 the decode engine with the fewest sequences gets it, as soon as one has room: the pages that this engine lacks are read
 behind that chunk, before the next step of the prefill engine (DistServe, arXiv:2401.09670; Splitwise,
 arXiv:2311.18677). Every engine has steps of its own, and up to two of them in flight, as an engine without pools has.
+
+Where decode engines have processes of their own, one may be lost: its sequences end, its page books are dropped, and
+the next process that comes takes its place with empty pages. While there is none, computed sequences wait in the
+prefill pool, up to ``DecodeListener.patience`` seconds.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -19,14 +24,18 @@ from jaxllm.infer.pools.decode_scheduler import DecodeScheduler
 from jaxllm.infer.pools.page_transfer import PageTransfers
 from jaxllm.infer.pools.pooled_runner import PooledRunner
 from jaxllm.infer.pools.prefill_scheduler import PrefillScheduler
+from jaxllm.infer.pools.remote_engine import DecodeProcessLostError, RemoteDecodeEngine
 from jaxllm.infer.scheduling.policy_state import PolicyState
 from jaxllm.infer.scheduling.replica_schedulers import ReplicaSchedulers
-from jaxllm.infer.scheduling.sequence import Sequence
+from jaxllm.infer.scheduling.sequence import Request, Sequence
 from jaxllm.infer.scheduling.step_plan import StepPlan
 
+LOG = logging.getLogger(__name__)
 IN_FLIGHT = 2
 """Steps of an engine that may be in flight: one that its devices compute, and one that the host has prepared."""
 POLL_SECONDS = 1e-4
+PROCESS_SECONDS = 0.02
+"""Longest wait for a decode process in ``wait_any``: requests are taken and cancelled between two calls."""
 
 
 class PoolSchedulers(ReplicaSchedulers):
@@ -60,6 +69,8 @@ class PoolSchedulers(ReplicaSchedulers):
         self.decode: list[DecodeScheduler] = [make(DecodeScheduler, one.spec.pages) for one in runner.decode]
         self.schedulers: list[Any] = [*self.prefill, *self.decode]
         self.unassigned: list[Sequence] = []
+        self._make, self._runner = make, runner
+        self._alone_since: float | None = None  # since when there is no decode process
 
     @property
     def entrances(self) -> list[Any]:
@@ -71,8 +82,15 @@ class PoolSchedulers(ReplicaSchedulers):
         """Pages that did not have to be moved, because the decode engine had them already."""
         return sum(one.shared_pages for one in self.decode)
 
+    @property
+    def connected(self) -> int:
+        """Decode engines that are there, or will be at the next step: all, unless they have processes of their own."""
+        listener, found = self._runner.decode_listener, sum(one.connected for one in self._runner.decode)
+        return found if listener is None else min(len(self.decode), found + listener.waiting)
+
     def plans(self) -> list[StepPlan]:
         """Plan of the next step of one engine, those of the decode pool first; none if no engine can start one."""
+        self._replace_lost()
         self._take_back()
         self._assign()
         self._hand_over()
@@ -96,11 +114,71 @@ class PoolSchedulers(ReplicaSchedulers):
             if flying[number] < IN_FLIGHT
             for transfer in one.awaited
         ]
+        began = time.monotonic()
         while not (any(one.is_ready() for one in steps) or any(one.has_arrived for one in transfers)):
-            if not (steps or transfers):
-                return False
+            if all(one.connected for one in self._runner.decode):
+                if not (steps or transfers):
+                    return False
+            elif self.lost() or time.monotonic() > began + PROCESS_SECONDS:
+                return True  # requests end, or a process may have come
             time.sleep(POLL_SECONDS)
         return True
+
+    # Decode engines in other processes
+
+    def lost(self) -> list[tuple[int, DecodeProcessLostError]]:
+        """Numbers of the decode engines whose process has gone since, and the errors of their sequences."""
+        return [
+            (number, one.session.failure())
+            for number, one in enumerate(self._runner.decode, len(self.prefill))
+            if isinstance(one, RemoteDecodeEngine) and one.session is not None and one.session.lost
+        ]
+
+    def forget(self, number: int) -> None:
+        """Drops the page books of a decode engine whose process has gone and whose sequences have ended."""
+        one = self._runner.decode[number - len(self.prefill)]
+        assert isinstance(one, RemoteDecodeEngine)
+        assert one.session is not None
+        LOG.warning("decode engine %d: lost the process at %s", number - len(self.prefill), one.session.link.peer)
+        one.session = None
+        self._renew(number)
+
+    def stranded(self) -> list[tuple[Request, DecodeProcessLostError]]:
+        """Requests that have waited too long for a decode process, and their errors."""
+        listener = self._runner.decode_listener
+        if listener is None or any(one.connected for one in self._runner.decode):
+            self._alone_since = None
+            return []
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < listener.patience:
+            return []
+        error = DecodeProcessLostError(
+            f"no decode process has been connected to {listener.address[0]}:{listener.address[1]} for "
+            f"{listener.patience:g} s, and completions of more than one token need one: start it (jaxllm serve "
+            "--disaggregation-mode decode) and send the request again."
+        )
+        return list({s.request.id: (s.request, error) for one in self.prefill for s in one.handed_over}.values())
+
+    def _replace_lost(self) -> None:
+        """Gives decode engines without a process one that has come."""
+        for number, one in enumerate(self._runner.decode, len(self.prefill)):
+            if isinstance(one, RemoteDecodeEngine) and one.session is None:
+                assert self._runner.decode_listener is not None
+                if (session := self._runner.decode_listener.take()) is not None:
+                    one.use(session)
+                    self._renew(number)
+                    LOG.info("decode engine %d: has the process at %s", number - len(self.prefill), session.link.peer)
+
+    def _renew(self, number: int) -> None:
+        """Gives a decode engine a scheduler whose pages are empty; counts go on."""
+        at = number - len(self.prefill)
+        old, new = self.decode[at], self._make(DecodeScheduler, self._runner.decode[at].spec.pages)
+        for count in ("shared_pages", "preemptions", "hit_tokens", "returned_pages"):
+            setattr(new, count, getattr(old, count))
+        self.decode[at] = self.schedulers[number] = new
+
+    # Sequences between engines
 
     def restart(self) -> None:
         """Drops the KV cache of all engines and queues all sequences again; no step may be in flight."""
@@ -122,8 +200,9 @@ class PoolSchedulers(ReplicaSchedulers):
 
     def _hand_over_one(self, giver: int, one: PrefillScheduler, sequence: Sequence) -> bool:
         there = sequence.pages
+        engines = {id(one): engine for one, engine in zip(self.decode, self._runner.decode, strict=True)}
         for other in sorted(self.decode, key=lambda other: len(other.sequences())):
-            if (moves := other.reserve(sequence)) is None:
+            if not engines[id(other)].connected or (moves := other.reserve(sequence)) is None:
                 continue
             taker, here = self.schedulers.index(other), sequence.pages
             transfer = self.transfers.start(giver, taker, moves)
