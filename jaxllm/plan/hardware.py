@@ -43,7 +43,6 @@ from jaxllm.parallel.mesh_search import factorings
 from sharding import ShardingError
 from sharding.topology import GENERATIONS, Topology
 
-
 OTHER_FIELDS = ("like", "tiers")
 """Fields of a hardware file besides the numbers: the kind that an entry extends, and a file of measured rates."""
 
@@ -204,19 +203,20 @@ def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, H
                 raise HardwareError(f"hardware: {path}: [{name}] {field} = {value!r}; give a number.")
         changed = {field: value for field, value in changes.items() if field not in OTHER_FIELDS}
         if "tiers" in changes:
-            changed = {"host": _measured_host(path.parent / str(changes["tiers"]), name)} | changed
+            changed = _measured(path.parent / str(changes["tiers"]), name) | changed
         known[name] = dataclasses.replace(known[like], name=name, **changed)
     return known
 
 
-def _measured_host(file: Path, name: str) -> float:
-    """Bytes/s from host memory to a device, by a file of ``jaxllm bench MODEL --tiers FILE``."""
+def _measured(file: Path, name: str) -> dict[str, float]:
+    """Bytes/s from host memory to a device, and from files, by a file of ``jaxllm bench MODEL --tiers FILE``."""
     try:
-        return float(json.loads(file.read_text())["host"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = json.loads(file.read_text())
+        return {"host": float(found["host"]), "disk": float((found["disk_cold"] or found["disk"])[-1])}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise HardwareError(
             f"hardware: [{name}] tiers = {file} has no measured rates ({error!r}); write it with `jaxllm bench MODEL "
-            "--tiers FILE`, or give host = BYTES_PER_SECOND."
+            "--tiers FILE`, or give host and disk in bytes/s."
         ) from error
 
 

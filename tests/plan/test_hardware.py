@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from jaxllm.compiler.device_peaks import peak_of
+from jaxllm.infer.streaming.tier_rates import TierRates
 from jaxllm.plan.formulas.collective_time import Network
 from jaxllm.plan.hardware import TABLE, UNCOMPILED, Cluster, HardwareError, read
 from sharding import MeshSpec, ShardingError
@@ -42,6 +44,22 @@ def test_a_file_changes_and_adds(tmp_path):
     as_json = tmp_path / "ours.json"
     as_json.write_text(json.dumps({"v6e": {"link": 88e9}}))
     assert read(as_json)["v6e"] == table["v6e"]
+
+
+def test_a_file_takes_measured_rates(tmp_path):
+    """Those of `jaxllm bench MODEL --tiers FILE`, beside the hardware file; what is given by hand goes first."""
+    rates = TierRates("gpu", (1,), (1.0,), (0.1,), 21e9, (5e9, 6e9), (1e9, 2e9))
+    rates.write(tmp_path / "rates.json")
+    (tmp_path / "ours.toml").write_text('[rtx4090]\ntiers = "rates.json"\n[h100]\ntiers = "rates.json"\ndisk = 7e9\n')
+    table = read(tmp_path / "ours.toml")
+    assert (table["rtx4090"].host, table["rtx4090"].disk) == (21e9, 2e9)
+    assert (table["h100"].host, table["h100"].disk) == (21e9, 7e9)
+    dataclasses.replace(rates, disk_cold=()).write(tmp_path / "rates.json")
+    assert read(tmp_path / "ours.toml")["rtx4090"].disk == 6e9
+    for text in ("{}", "[", '{"host": 1, "disk": [], "disk_cold": []}'):
+        (tmp_path / "rates.json").write_text(text)
+        with pytest.raises(HardwareError, match=r"rates.json has no measured rates.*--tiers FILE"):
+            read(tmp_path / "ours.toml")
 
 
 @pytest.mark.parametrize(
