@@ -25,7 +25,7 @@ from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.placement_fit import ModelBytes, predict
-from jaxllm.infer.streaming.tier_benchmark import decode_step_seconds, measure_tiers
+from jaxllm.infer.streaming.tier_benchmark import ROUNDS, decode_step_seconds, measure_tiers
 
 STEPS = 16
 
@@ -49,8 +49,8 @@ class StreamedDecoding:
         self.engine = Engine.of(loaded.model, loaded.params, config, strict=True)
 
     def tokens_per_second(self) -> float:
-        """Measured decoding of random prompts: the median of some steps."""
-        return self.batch / decode_step_seconds(self.engine, self.batch, self.length, STEPS)
+        """Measured decoding of random prompts: the median of some steps, the fastest of as many times as rates are."""
+        return self.batch / min(decode_step_seconds(self.engine, self.batch, self.length, STEPS) for _ in range(ROUNDS))
 
 
 def main(argv: list[str] | None = None) -> int:
