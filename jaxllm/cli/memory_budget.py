@@ -1,7 +1,8 @@
 """Memory budgets of a run, ``--within 14GiB --host 64GiB --disk DIR:200GiB`` or ``--fit``.
 
 The remat whose step takes no more is chosen, with the optimizer state on the device; where none fits, with the state in
-the host's memory, then on disk, then with the parameters of layers there too. Each place is slower than the one before.
+the host's memory or on disk, whichever is faster, then with the parameters of layers there too. With files, what the
+host's memory has left keeps parts of them.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
 
     from jaxllm.config import ConfigError
     from jaxllm.models.remat import RematError
-    from jaxllm.train.compile_step import state_bytes_here, window_bytes_here
+    from jaxllm.train.compile_step import state_bytes_here
 
     device = jax.local_devices()[0]  # of another process's devices nothing is known
     limit = budget.device
@@ -150,7 +151,13 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
             "--disk: the run says where its optimizer state is (host.optimizer, disk.directory); leave one out."
         )
     problem: Exception | None = None
-    for run in _places(config, budget):
+    places = _places(config, budget)
+
+    def moved(run: RunConfig) -> bool:
+        """Whether the search has put the optimizer state of a run into the host's memory."""
+        return run.host.optimizer and not _placed(config)
+
+    for run in places:
         try:
             state = state_bytes_here(with_remat(run, "full"))
         except ConfigError as error:  # the run's settings do not go with this place
@@ -167,21 +174,109 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         try:
             if run.disk.parameters:
                 return _streamed_within(run, budget._replace(device=limit, host=host))
-            window = 0 if host is None or not run.disk.directory else window_bytes_here(run)
-            left = None if host is None else host - window
-            if left is not None and left < 0:
-                raise RematError(f"layers in the window take {window / 2**30:.3f} GiB of the host, more than --host.")
-            took: dict[str, StepBytes] = {}
-            here, measure = (jax.device_count(), jax.default_backend()), functools.partial(_measured_here, took)
-            fitted = within_budget(run, MemoryBudget(limit, left), measure, here, cluster)
-            if left is None or not window:
-                return fitted
-            return _with_chunks(fitted, left - took[fitted.model.remat].host, window)
+            found = _fitted_place(run, MemoryBudget(limit, host), cluster)
+            return _faster_on_disk(found, places, budget._replace(device=limit), cluster) if moved(run) else found[0]
         except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
             if isinstance(error, RematError) or not isinstance(problem, RematError):
                 problem = error
     raise UsageError(str(problem)) from problem
+
+
+def _fitted_place(run: RunConfig, budget: MemoryBudget, cluster: Cluster | None) -> tuple[RunConfig, int]:
+    """The run, whose parameters are in memory, with the remat that fits and chunks of its files, and the bytes of
+    activations that its step moves to the host.
+
+    Args:
+        run: with its optimizer state in its place.
+        budget: of a device, and of the host without that state.
+        cluster: the devices; needed with ``budget.host`` alone.
+
+    Raises:
+        RematError: nothing fits.
+    """
+    import jax
+
+    from jaxllm.models.remat import RematError
+    from jaxllm.train.compile_step import window_bytes_here
+
+    window = 0 if budget.host is None or not run.disk.directory else window_bytes_here(run)
+    left = None if budget.host is None else budget.host - window
+    if left is not None and left < 0:
+        raise RematError(f"layers in the window take {window / 2**30:.3f} GiB of the host, more than --host.")
+    took: dict[str, StepBytes] = {}
+    here, measure = (jax.device_count(), jax.default_backend()), functools.partial(_measured_here, took)
+    fitted = within_budget(run, budget._replace(host=left), measure, here, cluster)
+    sent = took[fitted.model.remat].host
+    return fitted if left is None or not window else _with_chunks(fitted, left - sent, window), sent
+
+
+def _faster_on_disk(
+    found: tuple[RunConfig, int], places: list[RunConfig], budget: MemoryBudget, cluster: Cluster | None
+) -> RunConfig:
+    """A run with its optimizer state in the host's memory, or with that on disk if it is faster by the plan.
+
+    On disk it leaves more of the host's memory to activations, and of the device's where a part of it would have to be
+    persistent. It is tried where it would be faster if layers kept everything.
+
+    Args:
+        found: the run, and the bytes of activations that it moves to the host.
+        places: of the search.
+        budget: with the bytes of a device.
+        cluster: the devices.
+    """
+    from jaxllm.config import ConfigError
+    from jaxllm.models.remat import RematError
+
+    on_disk = [run for run in places if run.disk.directory and not run.disk.parameters]
+    if not on_disk or cluster is None:
+        return found[0]
+    here = _seconds_by_plan(*found, cluster)
+    try:
+        if (least := _seconds_by_plan(with_remat(on_disk[0], "none"), 0, cluster)) >= here:
+            return found[0]
+        print(
+            f"{here * 1e3:.1f} ms by the plan; with the optimizer state on disk, {least * 1e3:.1f} or more:", flush=True
+        )
+        other = _fitted_place(on_disk[0], budget, cluster)
+    except (RematError, ConfigError) as error:
+        print(f"  not so: {error}\n", flush=True)
+        return found[0]
+    there = _seconds_by_plan(*other, cluster)
+    print(f"{there * 1e3:.1f} ms by the plan on disk, {here * 1e3:.1f} in the host's memory\n", flush=True)
+    return other[0] if there < here else found[0]
+
+
+def _seconds_by_plan(run: RunConfig, sent: int, cluster: Cluster) -> float:
+    """Seconds of a step by the plan: passes, exposed copies of activations, and of the optimizer state.
+
+    Args:
+        run: with its parameters in memory.
+        sent: bytes of activations that a micro-batch moves to the host.
+        cluster: the devices that are here.
+    """
+    import jax
+
+    from jaxllm.plan.capacity_table import FileTraffic, disk_seconds
+    from jaxllm.plan.formulas.device_work import DeviceWork
+    from jaxllm.plan.remat_solver import HostTier
+    from jaxllm.train.compile_step import state_bytes_here
+    from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
+    from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
+
+    mesh = fitting_mesh(run, run_model(run), jax.device_count(), jax.default_backend())
+    in_memory = dataclasses.replace(run, disk=dataclasses.replace(run.disk, directory="", bytes=0, host=0))
+    tier = HostTier.of(in_memory, cluster, mesh, 0)
+    flops, forward = (
+        hardware_flops_per_token(run.model, run.data.seq_len),
+        train_flops_per_token(run.model, run.data.seq_len) / 3,
+    )
+    passes = flops * tier.seconds_per_flop + tier.exposed(sent, forward, flops - forward)
+    there = state_bytes_here(run)
+    files = there.disk / jax.local_device_count()
+    state = there.host * tier.seconds_per_byte + disk_seconds(FileTraffic(0, 0, 0, files, 0), cluster.hardware, 0, 0)
+    return DeviceWork.of(with_remat(in_memory, "full"), mesh).micro_batches * passes + state
 
 
 def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:

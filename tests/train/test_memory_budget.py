@@ -132,7 +132,7 @@ def with_places(monkeypatch):
     def state(run: RunConfig) -> compile_step.StateBytes:
         size = STATE << 20
         there = round(size * run.host.optimizer * (1 - run.host.persistent))
-        return compile_step.StateBytes(size, there, size * bool(run.disk.directory))
+        return compile_step.StateBytes(size, there, jax.device_count() * size * bool(run.disk.directory))
 
     monkeypatch.setattr(compile_step, "step_memory_here", memory)
     monkeypatch.setattr(compile_step, "state_bytes_here", state)
@@ -248,6 +248,42 @@ def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
     assert not (tmp_path / "files").exists()
     with pytest.raises(ConfigError, match=r"set model.remat to .full"):
         compile_step.step_memory_here(dataclasses.replace(run, disk=disk))
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("flops", "on_disk"), [(1e15, False), (1e5, True)])
+def test_state_is_on_disk_where_recomputation_beside_the_host_is_slower(
+    with_places, finished, monkeypatch, capsys, flops, on_disk
+):
+    """The host has room for half of the state: the rest would be persistent, and layers would be computed again."""
+    known = Cluster.parse("v6e:2x4")
+    slow = dataclasses.replace(known, hardware=dataclasses.replace(known.hardware, flops_float32=flops))
+    monkeypatch.setattr(memory_budget, "_cluster_here", lambda _: slow)
+    inner = compile_step.step_memory_here
+
+    def memory(run: RunConfig) -> tuple[int, int]:
+        moves = any(word in run.model.remat for word in ("offload", "@host"))
+        return inner(run)[0], moves << 30  # more than the host has
+
+    monkeypatch.setattr(compile_step, "step_memory_here", memory)
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    disk = ("/nvme", 1 << 30)
+    # All of the state away, "attention" fits; half of it, "full".
+    fitted = fitted_here(run, MemoryBudget(BASE - STATE // 2 << 20, STATE // 2 << 20, disk))
+    said = capsys.readouterr().out
+    assert bool(fitted.disk.directory) == on_disk
+    assert fitted.host.optimizer != on_disk
+    assert ("ms by the plan on disk" in said) == on_disk
+    seconds = memory_budget._seconds_by_plan(fitted, 0, slow)
+    other = dataclasses.replace(
+        run, host=HostConfig() if fitted.host.optimizer else HostConfig(optimizer=True, persistent=0.5)
+    )
+    if not on_disk:
+        other = dataclasses.replace(other, disk=DiskConfig(*disk))
+    remats = ("attention", "full") if on_disk else ("full", "attention")
+    assert fitted.model.remat == remats[0]
+    assert seconds < memory_budget._seconds_by_plan(memory_budget.with_remat(other, remats[1]), 0, slow)
+    assert fitted_here(run, MemoryBudget(BASE - STATE // 2 << 20, STATE // 2 << 20)).host.optimizer
 
 
 def test_a_place_that_is_given_is_kept(with_places, finished):
