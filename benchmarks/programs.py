@@ -38,6 +38,7 @@ MEMORY = ("argument", "output", "alias", "temp", "generated_code")
 RECIPES = {
     "deepseek_v3": "v5p:8x8x8",
     "gpt2_124m": "h100:1x8",
+    "llama2_7b": "b200:1x1",
     "llama3_1b": "v5e:4x4",
     "llama3_8b": "v6e:8x8",
     "llama3_8b_128k": "v5p:4x4x4",
