@@ -25,7 +25,7 @@ from jaxllm.infer.pools.decode_listener import DecodeListener
 from jaxllm.infer.pools.decode_process import DecodeProcess
 from jaxllm.infer.pools.pool_facts import difference, weight_fingerprint
 from jaxllm.infer.pools.pool_link import PoolLink, PoolLinkError, accept, connect, parse_address
-from jaxllm.infer.pools.remote_engine import LOST, DecodeProcessLostError
+from jaxllm.infer.pools.remote_engine import LOST, DecodeProcessLostError, DecodeSession
 from tests.infer import engines, pool_processes
 from tests.infer.test_pools import PAGE, asked, moved
 from tests.infer.test_verification import equal, plainly_sampled
@@ -281,6 +281,37 @@ def test_a_program_that_fails_is_told(float64, monkeypatch):
     assert "RuntimeError: out of memory" in str(request.failure)
     assert [str(error) for error in failed] == ["out of memory"]
     engine.close()
+
+
+def test_what_was_said_last_arrives_though_messages_are_unread():
+    """A connection that is closed with unread bytes is reset; ``end_sending`` leaves that to the other end."""
+    with links() as (near, far):
+        for number in range(100):
+            near.send("run", number, arrays=[np.zeros(10)])
+        far.send("failed", "out of memory")
+        far.end_sending()
+        far.send("alive")  # is not sent, and closes nothing
+        assert far.open
+        time.sleep(0.2)
+        assert [one.values for one in near.messages()] == [["out of memory"]]
+        assert near.reason == "the connection was closed there"
+        assert [one.values[0] for one in far.messages()] == list(range(100))
+
+
+def test_what_a_process_said_last_is_told_though_its_pages_end_first():
+    """The two connections end in any order; a failure that is on its way is waited for, but not for ever."""
+    for said in ("RuntimeError: out of memory", ""):
+        with links() as steps, links() as pages:
+            session = DecodeSession(steps[0], pages[0], (1,))
+            pages[1].close()
+            while not session.lost:
+                time.sleep(0.01)
+            if said:
+                threading.Timer(0.2, steps[1].send, ["failed", said]).start()
+            begin = time.monotonic()
+            assert (said or "the connection was closed there") in str(session.failure())
+            assert time.monotonic() - begin < 5
+            assert session.lost
 
 
 @pytest.mark.drawn(0.5)

@@ -190,12 +190,18 @@ class _Session:
         except Exception as error:
             self._failure = self._failure or error
             self._link.send("failed", f"{type(error).__name__}: {error}")
+            self._link.end_sending()
+            if work != self._obey:  # which goes on until the prefill process has read that, and closes
+                return
+            for _ in self._link.messages():
+                pass
         self._link.close("the session has ended")
         self._page_link.close("the session has ended")
 
     def _obey(self) -> None:
         for message in self._link.messages():
-            self._do(message)
+            if self._failure is None:
+                self._do(message)
 
     def _do(self, message: PoolMessage) -> None:
         runner, values = self._runner, message.values

@@ -71,7 +71,7 @@ class PoolLink:
         connection.settimeout(silent)
         self.peer, self.reason = "{}:{}".format(*connection.getpeername()[:2]), ""
         self._connection, self._silent = connection, silent
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock, self._over, self._said_all = threading.Lock(), threading.Event(), False
         threading.Thread(target=self._say_alive, name="jaxllm-pool-link", daemon=True).start()
 
     @property
@@ -85,6 +85,8 @@ class PoolLink:
         text = json.dumps(head).encode()
         try:
             with self._lock:
+                if self._said_all:
+                    return
                 self._connection.sendall(struct.pack(">I", len(text)) + text)
                 for x in arrays:
                     data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
@@ -92,6 +94,15 @@ class PoolLink:
                         self._connection.sendall(data[at : at + CHUNK_BYTES])
         except OSError as error:
             self.close(_reason(error, self._silent))
+
+    def end_sending(self) -> None:
+        """Sends nothing more; the other end reads what was sent, and closes the link.
+
+        Closed at this end with messages unread, the connection would be reset, and what was sent last be lost.
+        """
+        with self._lock, contextlib.suppress(OSError):
+            self._said_all = True
+            self._connection.shutdown(socket.SHUT_WR)
 
     def messages(self) -> Iterator[PoolMessage]:
         """Messages of the other end, until it is gone or the link is closed."""

@@ -31,6 +31,9 @@ from pallas_kernels.paged_attention import Slots
 LOST = "decode_pool_lost"
 """Code of the error of requests that a lost decode process has ended."""
 
+LAST_WORDS = 1.0
+"""Seconds that a message about a failure may be later than the end of the connection for pages."""
+
 
 class DecodeProcessLostError(StepFailedError):
     """The decode process of a sequence has gone, or there is none; the same request may be sent again."""
@@ -107,8 +110,12 @@ class DecodeSession:
         self._arrivals: dict[int, RemoteArrival] = {}
         self._outbox: queue.SimpleQueue[tuple[int, int, list[int], list[Any]] | None] = queue.SimpleQueue()
         self._said = ""
-        for run in (self._read, self._read_pages, self._send_pages):
-            threading.Thread(target=run, name="jaxllm-decode-session", daemon=True).start()
+        self._reader, *others = (
+            threading.Thread(target=run, name="jaxllm-decode-session", daemon=True)
+            for run in (self._read, self._read_pages, self._send_pages)
+        )
+        for one in (self._reader, *others):
+            one.start()
 
     @property
     def lost(self) -> bool:
@@ -116,7 +123,8 @@ class DecodeSession:
         return not (self.link.open and self._page_link.open)
 
     def failure(self) -> DecodeProcessLostError:
-        """Error of the requests that the decode process had."""
+        """Error of the requests that the decode process had; waits for what it may have said last."""
+        self._reader.join(LAST_WORDS)
         why = self._said or self.link.reason or self._page_link.reason
         return DecodeProcessLostError(
             f"the decode process at {self.link.peer} was lost while it generated this completion ({why}). The prefill "
@@ -171,6 +179,8 @@ class DecodeSession:
     def _read_pages(self) -> None:
         for _ in self._page_link.messages():
             pass
+        self._reader.join(LAST_WORDS)
+        self.link.close(f"its connection for pages has ended: {self._page_link.reason}")
         self.close()
 
     def _send_pages(self) -> None:
