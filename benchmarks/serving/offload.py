@@ -25,7 +25,7 @@ from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.placement_fit import ModelBytes, predict
-from jaxllm.infer.streaming.tier_benchmark import ROUNDS, decode_step_seconds, measure_tiers
+from jaxllm.infer.streaming.tier_benchmark import ROUNDS, decode_step_seconds, measure_tiers, step_sizes
 
 STEPS = 16
 
@@ -43,8 +43,8 @@ class StreamedDecoding:
 
         loaded = open_streamed(model, choose)
         config = EngineConfig(
-            max_sequences=batch, max_batched_tokens=batch, max_len=length + 3 * STEPS, layer_window=window,
-            buckets=(batch,), samplers=("plain",), prefix_cache=False,
+            max_sequences=batch, max_len=length + 3 * STEPS, layer_window=window, **step_sizes([batch]),
+            samplers=("plain",), prefix_cache=False,
         )  # fmt: skip
         self.engine = Engine.of(loaded.model, loaded.params, config, strict=True)
 

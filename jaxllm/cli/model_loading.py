@@ -28,6 +28,7 @@ def load_with_progress(
     offload: str | None = None,
     pools: str | None = None,
     sequences: int = 1,
+    step_tokens: int | None = None,
     adapter_ranks: int = 0,
     kv_format: str = "auto",
     progress: Listener | None = None,
@@ -39,6 +40,7 @@ def load_with_progress(
             device.
         pools: pools of the engine; weights beside an attention pool are loaded into the host's memory first.
         sequences: most sequences of a batch, which a placement is solved for.
+        step_tokens: most tokens of a step, by which the throughput of a placement is predicted; None: the default.
         adapter_ranks: ranks of adapters that the device is to hold, which a placement leaves room for.
         kv_format: of the KV cache, which a placement leaves room for.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
@@ -48,7 +50,7 @@ def load_with_progress(
     Raises:
         UsageError: there is no such directory.
     """
-    from jaxllm.cli.tier_options import solve_format, solve_placement
+    from jaxllm.cli.tier_options import ServedLoad, solve_format, solve_placement
     from jaxllm.infer import load_model
     from jaxllm.infer.pools.pool_argument import are_attention_pools
     from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of
@@ -72,6 +74,7 @@ def load_with_progress(
     with _tensor_progress(name, progress) as tell:
         if offload is not None:
             request, kept = FitRequest.parse(offload), "plain" if weights == "auto" else weights
+            load = ServedLoad(sequences, step_tokens, adapter_ranks)
             sizes = {"dtype": dtype, "kv_dtype": "bfloat16" if kv_format == "bf16" else kv_format}
             if request is None:
                 budget = OffloadBudget.parse(offload)
@@ -79,9 +82,9 @@ def load_with_progress(
                 if kept != "plain":
                     raise UsageError(f"--weights {weights}: --offload says which formats it may be; leave one out.")
                 bytes_of = functools.partial(streamed_bytes, name, **sizes)
-                kept, budget = solve_format(request, bytes_of, sequences, adapter_ranks)
+                kept, budget = solve_format(request, bytes_of, load)
             else:
-                budget = functools.partial(solve_placement, request, sequences=sequences, adapter_ranks=adapter_ranks)
+                budget = functools.partial(solve_placement, request, load=load)
             loaded = open_streamed(name, budget, weights=kept, mesh=over, progress=tell, **sizes)
         else:
             there = loading_mesh(over, pooled=pools is not None and are_attention_pools(pools))

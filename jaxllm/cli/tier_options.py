@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,33 +19,47 @@ if TYPE_CHECKING:
     from jaxllm.infer.streaming.tier_rates import TierRates
 
 
-def solve_placement(request: FitRequest, model: ModelBytes, sequences: int, adapter_ranks: int = 0) -> OffloadBudget:
+@dataclass(frozen=True)
+class ServedLoad:
+    """What an engine is to serve, as far as a placement depends on it.
+
+    Attributes:
+        sequences: most sequences of a batch.
+        step_tokens: most tokens of a step, prompts and completions together; None: the engine's default.
+        adapter_ranks: ranks of adapters that the device is to hold.
+    """
+
+    sequences: int = 1
+    step_tokens: int | None = None
+    adapter_ranks: int = 0
+
+
+def solve_placement(request: FitRequest, model: ModelBytes, load: ServedLoad) -> OffloadBudget:
     """Solves a placement and prints it as a table, with the speed that is predicted and what limits it.
 
     Args:
         request: limits.
         model: bytes of the model.
-        sequences: most sequences of a batch.
-        adapter_ranks: ranks of adapters that the device is to hold besides.
+        load: what is served.
 
     Raises:
         UsageError: nothing fits, or the rates of this device are not known.
     """
     try:
-        return _solved(request, model, sequences, adapter_ranks).budget
+        return _solved(request, model, load).budget
     except ValueError as error:
         raise UsageError(f"--offload: {error}") from None
 
 
 def solve_format(
-    request: FitRequest, bytes_of: Callable[..., ModelBytes], sequences: int, adapter_ranks: int = 0
+    request: FitRequest, bytes_of: Callable[..., ModelBytes], load: ServedLoad
 ) -> tuple[str, OffloadBudget]:
     """Solves a placement for each of the formats that the weights may have, and chooses the fastest.
 
     Args:
         request: limits, and formats; of equally fast ones the first is taken.
         bytes_of: bytes of the model with ``weights=`` a format.
-        sequences, adapter_ranks: see ``solve_placement``.
+        load: what is served.
 
     Returns:
         (the format, the placement).
@@ -58,7 +73,7 @@ def solve_format(
     for weights in request.formats:
         print(f"weights in {weights}:", file=sys.stderr)
         try:
-            found[weights] = _solved(request.of_format(weights), bytes_of(weights=weights), sequences, adapter_ranks)
+            found[weights] = _solved(request.of_format(weights), bytes_of(weights=weights), load)
         except DoesNotFitError as error:
             print(error, file=sys.stderr)
         except ValueError as error:
@@ -70,7 +85,7 @@ def solve_format(
     return best, found[best].budget
 
 
-def _solved(request: FitRequest, model: ModelBytes, sequences: int, adapter_ranks: int) -> FittedPlacement:
+def _solved(request: FitRequest, model: ModelBytes, load: ServedLoad) -> FittedPlacement:
     """The best placement, printed with its table.
 
     Raises:
@@ -81,12 +96,12 @@ def _solved(request: FitRequest, model: ModelBytes, sequences: int, adapter_rank
     from jaxllm.infer.streaming.placement_fit import fit, show
     from jaxllm.infer.streaming.tier_rates import TierRates
 
-    model = dataclasses.replace(model, ends=model.ends + adapter_ranks * model.adapter_rank)
+    model = dataclasses.replace(model, ends=model.ends + load.adapter_ranks * model.adapter_rank)
     limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
     rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)
     if limits.disk is not None and sum(model.units) > limits.host:
         rates = rates.cold()  # the page cache has no room for the files
-    batches = sorted({2**n for n in range(sequences.bit_length())} | {sequences})
+    batches = sorted({2**n for n in range(load.sequences.bit_length())} | {load.sequences})
     slots = None if request.slots is None else [request.slots]
     most = 0 if model.mixtures is None else model.mixtures.experts
     if request.slots is not None and request.slots > most:
@@ -95,11 +110,13 @@ def _solved(request: FitRequest, model: ModelBytes, sequences: int, adapter_rank
     best = max(found, key=lambda one: one.tokens_per_second)
     print(f"{show(found)}\nchosen for batches of {best.batch}: --offload {best.budget}", file=sys.stderr, flush=True)
     if request.prompt is not None:
-        print(_throughput(best, model, rates, request.prompt, limits.length), file=sys.stderr, flush=True)
+        print(_throughput(best, model, rates, request.prompt, limits.length, load), file=sys.stderr, flush=True)
     return best
 
 
-def _throughput(best: FittedPlacement, model: ModelBytes, rates: TierRates, prompt: int, length: int) -> str:
+def _throughput(
+    best: FittedPlacement, model: ModelBytes, rates: TierRates, prompt: int, length: int, load: ServedLoad
+) -> str:
     """Line with the throughput of requests with prompts: its bound, and of eight times the batch of them."""
     from jaxllm.infer.engine_config import EngineConfig
     from jaxllm.infer.streaming.placement_fit import predict
@@ -109,11 +126,12 @@ def _throughput(best: FittedPlacement, model: ModelBytes, rates: TierRates, prom
         return predict(model, rates, best.budget, max(1, round(tokens)), length).seconds
 
     work = Workload(8 * best.batch, prompt, length - prompt)
-    limits = EngineLimits(EngineConfig.max_batched_tokens, best.batch, best.batch * length)
-    most = bound(seconds, limits, work)
+    most = max(best.batch, load.step_tokens or EngineConfig.max_batched_tokens)
+    limits = EngineLimits(most, best.batch, best.batch * length)
+    bounded = bound(seconds, limits, work)
     return (
         f"requests of {prompt} + {length - prompt} tokens, steps of at most {limits.tokens}: at most "
-        f"{most.tokens_per_second:.1f} generated tokens/s (limit: {most.limit}); "
+        f"{bounded.tokens_per_second:.1f} generated tokens/s (limit: {bounded.limit}); "
         f"{predicted(seconds, limits, work):.1f} for {work.requests} requests"
     )
 

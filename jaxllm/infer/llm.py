@@ -331,6 +331,15 @@ def _hash_of(loaded: LoadedModel) -> str:
     )
 
 
+def single_user_buckets() -> tuple[int, ...]:
+    """Sizes of steps for one user, in tokens.
+
+    On a CPU, prefill chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones,
+    and need only one program, and with speculation, see ``LLM``, a second one for verification.
+    """
+    return (64,) if jax.default_backend() == "cpu" else (64, 512)
+
+
 def single_user_config(
     loaded: LoadedModel,
     tokens: int,
@@ -346,16 +355,14 @@ def single_user_config(
     ``full``: with the full sampler, for parameters that need it; else the plain one. ``kv_format``, ``kv_keep``: see
     ``with_kv_cache``.
 
-    The length is a power of two, so that compiled programs are found again for the next prompt. On a CPU, prefill
-    chunks of 64 tokens are nearly as fast as chunks of 256 for long prompts, faster for short ones, and need only one
-    program, and with speculation, see ``LLM``, a second one for verification.
+    The length is a power of two, so that compiled programs are found again for the next prompt.
     """
     room = 512
     while room < tokens:
         room *= 2
     most, _ = hard_limit(loaded.model.config)
     room = room if most is None else min(room, most)
-    buckets = (64,) if jax.default_backend() == "cpu" else (64, 512)
+    buckets = single_user_buckets()
     config = EngineConfig(
         max_sequences=1,
         max_batched_tokens=buckets[-1],

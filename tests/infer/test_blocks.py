@@ -18,7 +18,7 @@ import pytest
 
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_offload
-from jaxllm.cli.tier_options import solve_placement
+from jaxllm.cli.tier_options import ServedLoad, solve_placement
 from jaxllm.config import ConfigError
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.async_engine import AsyncEngine
@@ -244,14 +244,16 @@ def test_blocks_pay_where_reading_weights_is_the_limit(capsys, tmp_path):
     wide = fit(model, rates, dataclasses.replace(limits, batches=4, page=16), [4])[0]
     assert wide.budget.kv_tokens == 4 * 32, "whole pages for each sequence"
     rates.write(file := tmp_path / "rates.json")
-    budget = solve_placement(FitRequest(400, 4000, None, file, length=30, batches=4), model, 4)
+    budget = solve_placement(FitRequest(400, 4000, None, file, length=30, batches=4), model, ServedLoad(4))
     said = capsys.readouterr().err
     assert budget.batches == 4
     assert "KV host" in said
     assert OffloadBudget.parse(str(budget)) == budget
     of_adapters = dataclasses.replace(model, adapter_rank=10)
     with pytest.raises(UsageError, match="no placement fits"):
-        solve_placement(FitRequest(400, 4000, None, file, length=30, batches=4), of_adapters, 4, adapter_ranks=40)
+        solve_placement(
+            FitRequest(400, 4000, None, file, length=30, batches=4), of_adapters, ServedLoad(4, adapter_ranks=40)
+        )
     assert FitRequest.parse("fit,batches=8").batches == 8  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="leave it out, or batches"):
         FitRequest.parse("fit,batches=8,prompt=4")

@@ -99,18 +99,20 @@ def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: p
     assert cli.main(["bench", model, "--tiers", str(rates), *whole]) == 0
     assert "25% files" in capsys.readouterr().out
     measured = TierRates.read(rates)
-    assert measured.slot_shares == (0.25, 0.5, 1.0)
-    assert [len(row) for row in measured.slot_seconds] == [2] * 3
-    assert measured.slot_seconds[-1] == measured.slot_file_seconds[-1]
-    assert measured.slot_seconds[:2] != measured.slot_file_seconds[:2]
+    slots = measured.slots
+    assert slots is not None
+    assert slots.shares == (0.25, 0.5, 1.0)
+    ways = (slots.host, slots.host_late, slots.files, slots.files_late)
+    assert [len(row) for way in ways for row in way] == [2] * 12
+    assert {way[-1] for way in ways} == {slots.host[-1]}
+    assert len({way[:2] for way in ways}) == 4
     # A link so slow that only bytes count: the most slots that fit beside the rest of the layers.
     dataclasses.replace(
-        measured, host=1e3, disk=(1e3,), disk_cold=(), slowdowns=(), disk_shares=(), slot_shares=(), slot_seconds=(),
-        slot_file_seconds=(),
+        measured, host=1e3, disk=(1e3,), disk_cold=(), slowdowns=(), disk_shares=(), slots=None,
     ).write(rates)  # fmt: skip
     command = ["generate", model, "--prompt", "Hello", "--max-tokens", "6", "--temperature", "0"]
     said = []
-    limits = f"fit,device=70KiB,length=64,rates={rates}"
+    limits = f"fit,device=70KiB,length=64,prompt=8,rates={rates}"
     for offload in (
         (),
         ("--offload", f"{limits},host=1MiB"),
@@ -120,6 +122,7 @@ def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: p
         out, err = capsys.readouterr()
         said.append(out)
         if offload:
+            assert "requests of 8 + 56 tokens, steps of at most 64:" in err  # one user's on a CPU
             chosen = OffloadBudget.parse(err.partition("chosen for batches of 1: --offload ")[2].split()[0])
             assert 1 <= chosen.experts < 4
             assert (chosen.experts_host is None) == ("disk" not in offload[1])

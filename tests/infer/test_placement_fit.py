@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from jaxllm.cli.errors import UsageError
-from jaxllm.cli.tier_options import solve_format, solve_placement
+from jaxllm.cli.tier_options import ServedLoad, solve_format, solve_placement
 from jaxllm.infer.streaming import tier_benchmark
 from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes
+from jaxllm.infer.streaming.experts.slot_rates import SlotRates
 from jaxllm.infer.streaming.fit_request import FitRequest
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import model_bytes
@@ -67,6 +68,11 @@ def test_a_step_is_the_longest_of_what_overlaps():
     few = step_time(["device", "device", "device", "device", "host"] * 2, MODEL.units, RATES, 1, 2, 1)
     assert few.seconds == pytest.approx(1.5)
     assert few.stalled == 0
+    # Units whose weights are not there when the one before has half computed: of pairs that two loaders copy together
+    # the first, but for one; with a window of one all but the first unit.
+    assert (resident.late, streamed.late, serial.late, few.late) == (0, 4, 9, 0)
+    fast = dataclasses.replace(RATES, host=1e9)
+    assert [step_time(["host"] * 10, MODEL.units, fast, 1, window, 2).late for window in (1, 2)] == [9, 0]
     slow = dataclasses.replace(RATES, disk=(1.0,), slowdowns=((2.0, 3.0),))
     assert step_time(["disk"] + ["device"] * 9, MODEL.units, slow, 1, 1, 1).seconds == pytest.approx(
         100.5 + 0.1, rel=0.02
@@ -156,21 +162,23 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
     beside = dataclasses.replace(RATES, disk_cold=(5.0,), slowdowns=((1.0, 2.0),), disk_shares=((0.5, 1.0),))
     beside.write(file)
     assert TierRates.read(file) == beside
-    in_slots = dataclasses.replace(
-        RATES, slot_shares=(0.25, 0.5, 1.0), slot_seconds=((4.0, 8.0), (3.0, 6.0), (1.5, 3.0)),
-        slot_file_seconds=((5.0, 9.0), (3.5, 7.0), (1.5, 3.0)),
+    slots = SlotRates(
+        (1, 8), (0.25, 0.5, 1.0), ((4.0, 8.0), (3.0, 6.0), (1.5, 3.0)), ((6.0, 9.0), (3.0, 7.0), (1.5, 3.0)),
+        ((5.0, 9.0), (3.5, 7.0), (1.5, 3.0)), loaders=1,
     )  # fmt: skip
+    in_slots = dataclasses.replace(RATES, slots=slots)
     in_slots.write(file)
     assert TierRates.read(file) == in_slots
-    assert [in_slots.slot_layers(8, share) for share in (0.125, 0.25, 0.75, 1.0)] == [9.0, 8.0, 4.5, 3.0]
-    assert [in_slots.slot_layers(1, share, files=True) for share in (0.25, 0.75)] == [5.0, 2.5]
+    assert [slots.seconds(8, share) for share in (0.125, 0.25, 0.75, 1.0)] == [9.0, 8.0, 4.5, 3.0]
+    assert [slots.seconds(1, share, tier="files") for share in (0.25, 0.75)] == [5.0, 2.5]
+    assert [slots.seconds(1, 0.25, late=late) for late in (0.0, 0.25, 1.0)] == [4.0, 4.5, 6.0]
+    assert slots.seconds(1, 0.25, tier="files", late=1.0) == 5.0  # late ones were not measured
     assert "25% host   25% files    50% host   50% files        100%" in str(in_slots)
     assert "3000.00" in str(in_slots)
     cold = dataclasses.replace(in_slots, disk_cold=(5.0,)).cold()
-    assert (cold.slot_seconds, cold.slot_file_seconds) == (in_slots.slot_seconds, ())
-    for rates, files in ((RATES, False), (cold, True)):
-        with pytest.raises(ValueError, match="no layers with experts in slots"):
-            rates.slot_layers(1, 0.5, files=files)
+    assert cold.slots == dataclasses.replace(slots, files=())
+    with pytest.raises(ValueError, match="no loads of experts from files"):
+        dataclasses.replace(slots, files=()).seconds(1, 0.5, tier="files")
     assert (beside.cold().disk, RATES.cold().disk) == ((5.0,), (50.0,))
     assert (beside.slowdown(1, 1), beside.slowdown(8, 3), beside.disk_share(1, 2)) == (1.0, 2.0, 0.5)
     assert "1.00 x,  50%" in str(beside)
@@ -178,34 +186,41 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         ({"slowdowns": ((1.0,),)}, "slowdowns needs a row"),
         ({"disk_shares": ((1.0, 1.0),) * 2}, "disk_shares needs a row"),
         ({"disk": ()}, "one loader at least"),
-        ({"slot_seconds": ((1.0, 1.0),)}, "slot_seconds needs a row"),
-        ({"slot_shares": (1.0,), "slot_seconds": ((1.0,),)}, "slot_seconds needs a row"),
-        ({"slot_file_seconds": ((1.0, 1.0),)}, "slot_file_seconds needs a row"),
-        ({"slot_shares": (0.5,), "slot_seconds": ((1.0, 1.0),)}, "ascending to 1"),
-        ({"slot_shares": (1.0,), "slot_seconds": ((-1.0, 1.0),)}, "above 0"),
         ({"disk_cold": (1.0, 2.0)}, "cold ones for as many"),
         ({"disk": (0.0,)}, "above 0"),
     ):
         with pytest.raises(ValueError, match=said):
             dataclasses.replace(RATES, **wrong)
+    for wrong, said in (
+        ({"host": ((1.0,), (1.0,))}, "host needs a row"),
+        ({"files_late": ((1.0, 1.0),)}, "files_late needs a row"),
+        ({"shares": (0.25, 0.4, 0.5)}, "ascending to 1"),
+        ({"shares": ()}, "ascending to 1"),
+        ({"files": ((-1.0, 1.0),) * 3}, "above 0"),
+        ({"loaders": 0}, "1 or more"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dataclasses.replace(slots, **wrong)
     RATES.write(file)
     with pytest.raises(ValueError, match="tier rates"):
         TierRates.read(tmp_path / "none.json")
     with pytest.raises(ValueError, match="as many of both"):
         dataclasses.replace(RATES, tokens=(1,))
     request = FitRequest(650, 450, DISK, file, length=10)
-    budget = solve_placement(request, MODEL, 4)
+    budget = solve_placement(request, MODEL, ServedLoad(4))
     said = capsys.readouterr().err
     assert f"--offload {budget}" in said
     assert [line.split()[0] for line in said.splitlines()[1:4]] == ["1", "2", "4"]
     assert "requests of" not in said
-    solve_placement(dataclasses.replace(request, prompt=4), MODEL, 4)
+    solve_placement(dataclasses.replace(request, prompt=4), MODEL, ServedLoad(4))
     said = capsys.readouterr().err
     assert re.search(r"requests of 4 \+ 6 tokens.*at most [0-9.]+ generated tokens/s \(limit: max_sequences\)", said)
+    solve_placement(dataclasses.replace(request, prompt=4), MODEL, ServedLoad(4, step_tokens=5))
+    assert "steps of at most 5:" in capsys.readouterr().err
     with pytest.raises(ValueError, match="below length = 10"):
         FitRequest.parse("fit,length=10,prompt=10")
     with pytest.raises(UsageError, match="bench MODEL --tiers"):
-        solve_placement(dataclasses.replace(request, rates=None), MODEL, 4)
+        solve_placement(dataclasses.replace(request, rates=None), MODEL, ServedLoad(4))
 
 
 def test_the_fastest_format_is_chosen(tmp_path, capsys):
@@ -222,7 +237,7 @@ def test_the_fastest_format_is_chosen(tmp_path, capsys):
         dataclasses.replace(RATES, layer_seconds=(1.0, 2.0) if name == "plain" else (1.5, 3.0)).write(
             tmp_path / f"r-{name}.json"
         )
-    chosen, budget = solve_format(asked, lambda weights: models[weights], 1)
+    chosen, budget = solve_format(asked, lambda weights: models[weights], ServedLoad(1))
     said = capsys.readouterr().err
     assert chosen == "int8"
     assert f"chosen: --weights int8 --offload {budget}" in said
@@ -233,11 +248,11 @@ def test_the_fastest_format_is_chosen(tmp_path, capsys):
         seconds[name] = fit(models[name], rates, TierLimits(550, 2000, length=10), [1])[0].seconds
     assert seconds["int8"] < seconds["plain"]
     room_for_all = dataclasses.replace(asked, device=10**5)
-    assert solve_format(room_for_all, lambda weights: models[weights], 1)[0] == "plain"
+    assert solve_format(room_for_all, lambda weights: models[weights], ServedLoad(1))[0] == "plain"
     with pytest.raises(UsageError, match="in any of the formats int4"):
-        solve_format(dataclasses.replace(asked, formats=("int4",)), lambda weights: models[weights], 1)
+        solve_format(dataclasses.replace(asked, formats=("int4",)), lambda weights: models[weights], ServedLoad(1))
     with pytest.raises(UsageError, match=r"weights in plain: .*has no tier rates"):
-        solve_format(dataclasses.replace(asked, rates=Path("r-{}")), lambda weights: models[weights], 1)
+        solve_format(dataclasses.replace(asked, rates=Path("r-{}")), lambda weights: models[weights], ServedLoad(1))
     for text, said in (("formats=int5", "no format of weights"), ("formats=plain+int8,rates=r", "of one format")):
         with pytest.raises(ValueError, match=said):
             FitRequest.parse(f"fit,{text}")
@@ -272,10 +287,10 @@ def test_a_request_for_more_slots_than_experts_is_refused(tmp_path):
     RATES.write(tmp_path / "rates.json")
     request = FitRequest(650, 10**4, rates=tmp_path / "rates.json", length=10, slots=9)
     with pytest.raises(UsageError, match="8 experts a layer"):
-        solve_placement(request, MIXTURE, 1)
+        solve_placement(request, MIXTURE, ServedLoad(1))
     with pytest.raises(UsageError, match="0 experts a layer"):
-        solve_placement(request, MODEL, 1)
-    assert solve_placement(dataclasses.replace(request, slots=3), MIXTURE, 1).experts == 3
+        solve_placement(request, MODEL, ServedLoad(1))
+    assert solve_placement(dataclasses.replace(request, slots=3), MIXTURE, ServedLoad(1)).experts == 3
 
 
 def test_bytes_of_a_mixture():
@@ -320,7 +335,8 @@ def test_a_step_with_slots_by_hand():
     assert one.seconds == pytest.approx(1.0 + 0.5 + 10 * 2 * 0.5 * 10 / 200)
     assert one.bytes == {"device": 200 + 4 * 100, "host": 800, "disk": 0}
     assert one.limit == "computing"
-    measured = dataclasses.replace(RATES, slot_shares=(0.25, 0.75, 1.0), slot_seconds=((9, 12), (5, 6), (2, 4)))
+    slots = SlotRates((1, 8), (0.25, 0.75, 1.0), ((9, 12), (5, 6), (2, 4)), loaders=1)
+    measured = dataclasses.replace(RATES, slots=slots)
     slower = predict(MIXTURE, measured, budget, 1)
     assert slower.seconds == pytest.approx(0.5 + (9 + 5) / 2)
     assert slower.limit == "loads of experts"
@@ -330,8 +346,25 @@ def test_a_step_with_slots_by_hand():
     assert longer.seconds == pytest.approx(1.0 + 8 + growth * ((12 + 6) / 2 - 4))
     half = dataclasses.replace(budget, disk=DISK, experts_host=400)
     assert predict(MIXTURE, measured, half, 1).seconds == pytest.approx(7.5 + 10 * 0.5 * 10 / 50)
-    with_files = dataclasses.replace(measured, slot_file_seconds=((11, 12), (9, 6), (2, 4)))
+    slots = dataclasses.replace(slots, files=((11, 12), (9, 6), (2, 4)))
+    with_files = dataclasses.replace(measured, slots=slots)
     assert predict(MIXTURE, with_files, half, 1).seconds == pytest.approx(0.5 + (7 + 10) / 2)
+    # No router is asked ahead of a layer that is not there: with a window of one, all but the first of those streamed.
+    slots = dataclasses.replace(slots, host_late=((19, 20), (9, 10), (2, 4)))
+    late = predict(MIXTURE, dataclasses.replace(RATES, slots=slots, host=1e9), OffloadBudget(1, 0, experts=4), 1)
+    assert late.late == 0.9
+    assert late.seconds == pytest.approx(0.5 + 0.1 * 7 + 0.9 * 14)
+    assert predict(MIXTURE, dataclasses.replace(RATES, slots=slots), budget, 1).late == 0
+    # Reads by more threads than were measured: 8 tokens miss 3.6 experts of a layer, one token misses one.
+    with_files = dataclasses.replace(RATES, slots=slots, disk=(50.0, 80.0))
+    two, one = (dataclasses.replace(budget, disk=DISK, experts_host=0, loaders=n) for n in (2, 1))
+    assert predict(MIXTURE, with_files, one, 8).seconds == pytest.approx(0.5 + 9)
+    assert predict(MIXTURE, with_files, two, 8).seconds == pytest.approx(0.5 + 9)  # files were as fast as the host
+    slots = dataclasses.replace(slots, files=((11, 22), (9, 16), (2, 4)))
+    with_files = dataclasses.replace(with_files, slots=slots)
+    assert predict(MIXTURE, with_files, one, 8).seconds == pytest.approx(0.5 + 9 + 10)
+    assert predict(MIXTURE, with_files, two, 8).seconds == pytest.approx(0.5 + 9 + 10 * 50 / 80)
+    assert predict(MIXTURE, with_files, two, 1).seconds == predict(MIXTURE, with_files, one, 1).seconds
     # Half of the experts in files: half of the loads are reads of 10 / 50 s first.
     files = dataclasses.replace(budget, disk=DISK, experts_host=400)
     assert predict(MIXTURE, RATES, files, 1).seconds == pytest.approx(1.5 + 10 * (10 / 200 + 0.5 * 10 / 50))
@@ -376,9 +409,9 @@ def test_rates_of_a_known_device_come_from_its_data_sheet(monkeypatch, tmp_path,
     gpu = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: memory)
     monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
     model = ModelBytes((440_000_000,) * 80, 2 * 10**9, 320 << 10, 70 * 10**9)
-    whole = solve_placement(FitRequest(host=10**12), model, 4)
+    whole = solve_placement(FitRequest(host=10**12), model, ServedLoad(4))
     assert whole.device == pytest.approx(sum(model.units), rel=1e-5)
-    part = solve_placement(FitRequest(device=16 << 30, host=10**12), model, 4)
+    part = solve_placement(FitRequest(device=16 << 30, host=10**12), model, ServedLoad(4))
     said = capsys.readouterr().err
     assert said.count("computing") == 3
     assert said.count("copies from the host") == 3
@@ -387,7 +420,7 @@ def test_rates_of_a_known_device_come_from_its_data_sheet(monkeypatch, tmp_path,
     fastest = float(said.splitlines()[-2].split()[7])
     assert fastest == pytest.approx(4 * 64e9 / streamed, rel=0.05)
     monkeypatch.setattr(tier_benchmark, "DISK_SAMPLE", 4096)
-    slow = solve_placement(FitRequest(device=16 << 30, host=4 << 30, disk=tmp_path), model, 1)
+    slow = solve_placement(FitRequest(device=16 << 30, host=4 << 30, disk=tmp_path), model, ServedLoad(1))
     assert slow.disk == tmp_path
     assert slow.host is not None
     assert slow.host <= 4 << 30

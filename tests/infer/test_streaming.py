@@ -387,21 +387,23 @@ def test_a_folder_of_programs_keeps_pages_for_one_placement():
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_abstract_programs_are_those_of_an_engine(model):
+@pytest.mark.parametrize(("model", "slots"), [("llama", 0), ("mixtral", 0), ("mixtral", 2)])
+def test_abstract_programs_are_those_of_an_engine(model, slots):
     """Without arrays: the same names, and arguments of the same shapes."""
     config = engines.ENGINES["roomy"]
-    engine = engines.build(config, model, placement=WeightPlacement(1))
+    engine = engines.build(config, model, placement=WeightPlacement(1, expert_slots=slots))
     served, mesh = engines.functional(engines.model_of(model, "float32")), MeshSpec.parse("tensor=1")
     sizes = dataclasses.replace(config, layer_window=1)
-    abstract = AbstractStreamedRunner(served, served.abstract(), sizes, mesh.build(jax.devices()[:1]))
+    place = mesh.build(jax.devices()[:1])
+    abstract = AbstractStreamedRunner(served, served.abstract(), sizes, place, expert_slots=slots)
     real, rows = {one.name: one for one in runner_of(engine)._programs()[0]}, max(config.prompt_buckets)
     found = abstract.programs_of(rows)
-    assert [name.rpartition("-")[2] for name in found] == [
-        "begin",
-        *map(str, range(len(served.config.segments))),
-        "end",
-    ]
+    parts = [str(n) for n in range(len(served.config.segments))]
+    if slots:
+        write = next(name for name in real if name.startswith("expert-"))
+        assert next(iter(found)) == write
+        parts = [kind for _ in parts for kind in ("route", "first", "more", "join", "predict")]
+    assert [name.rpartition("-")[2] for name in found][bool(slots) :] == ["begin", *parts, "end"]
     for name, one in found.items():
         shapes = (jax.tree.map(lambda x: (x.shape, str(x.dtype)), p.arguments) for p in (one, real[name]))
         assert len({str(jax.tree.flatten(tree)) for tree in shapes}) == 1

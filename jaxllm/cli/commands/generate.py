@@ -217,7 +217,7 @@ def generate(argv: list[str]) -> int:
             def load() -> LLM:
                 found = load_with_progress(
                     model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
-                    pools=pools, sequences=sequences, kv_format=kv_format,
+                    pools=pools, sequences=sequences, step_tokens=tokens, kv_format=kv_format,
                 )  # fmt: skip
                 return LLM(found, sizes, policy=POLICIES[policy])
 
@@ -236,6 +236,7 @@ def generate(argv: list[str]) -> int:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
         from jaxllm.infer import LLM, single_user_config
+        from jaxllm.infer.llm import single_user_buckets
         from jaxllm.infer.sampling_params import with_sampling_defaults
 
         given = {
@@ -247,7 +248,7 @@ def generate(argv: list[str]) -> int:
         spending = None if effort is None else read_policy(effort)
         loaded = load_with_progress(
             model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload, pools=pools,
-            kv_format=kv_format,
+            step_tokens=single_user_buckets()[-1], kv_format=kv_format,
         )  # fmt: skip
         params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
         if spending is not None:

@@ -325,6 +325,7 @@ def serve(argv: list[str]) -> int:
                 offload=offload,
                 pools=pools,
                 sequences=max_sequences,
+                step_tokens=max_batched_tokens,
                 kv_format=kv_format,
                 adapter_ranks=sizes.pages_of_adapters * sizes.adapter_page_ranks,
                 progress=start,

@@ -96,9 +96,15 @@ class LayerWindow:
         leaves = jax.tree.leaves(self._held)
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
-    def resident(self, unit: Unit) -> Any:
-        """Weights of a unit that stays on the device; None of one that is streamed."""
-        return self._held.get(unit)
+    def there(self, unit: Unit) -> Any:
+        """Weights of a unit that are on the device already; None: they are not.
+
+        Of streamed units the next to be taken may be there, and until it is given back.
+        """
+        if unit in self._held:
+            return self._held[unit]
+        found = next((future for ahead, future in self._ahead if ahead == unit), None)
+        return found.result() if found is not None and found.done() and found.exception() is None else None
 
     def take(self, unit: Unit) -> Any:
         """Weights of a unit; waits until they are there.

@@ -153,7 +153,11 @@ class UnitBytes:
     @classmethod
     def of(cls, layers: LayerStore, unit: Unit) -> UnitBytes:
         """Those of a unit of a store, which is read."""
-        tree = layers.read(unit, jax.devices("cpu")[0])
+        return cls.of_tree(layers.read(unit, jax.devices("cpu")[0]))
+
+    @classmethod
+    def of_tree(cls, tree: Any) -> UnitBytes:
+        """Those of the arrays of a unit, or of their shapes."""
         rest, found = split_experts(tree)
         experts = ((jax.tree.leaves(own)[0].shape[0], _bytes_of(own)) for own in found.values())
         return cls(_bytes_of(tree), _bytes_of(rest), tuple((many, size // many) for many, size in experts))

@@ -25,7 +25,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.infer.streaming.blocks.cache_placement import PARTS_ON_DEVICE, STREAM_TIERS, StreamTier
-from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes, experts_on_host, rates_with_slots
+from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes, SlotPlaces, experts_on_host, rates_with_slots
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.step_timeline import BatchesByTurns, Tier, step_time
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
@@ -137,6 +137,7 @@ class FittedPlacement:
         seconds: of a step, predicted by ``step_time``.
         limit: what takes the longest, a name of ``terms``.
         cache: bytes of the KV cache by tier; empty: it is on the device.
+        late: share of the layers whose weights come so late that the layer before cannot ask their routers ahead.
     """
 
     batch: int
@@ -145,6 +146,7 @@ class FittedPlacement:
     seconds: float
     limit: str
     cache: dict[Tier, int] = field(default_factory=dict)
+    late: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -277,10 +279,11 @@ def predict(
         raise ValueError(f"the budget has {budget.experts} slots for experts, and the model has none: give experts=0.")
     whole = mixtures.experts * mixtures.slot
     on_host = whole if budget.experts_host is None else min(whole, budget.experts_host)
-    from_files = 1 - on_host / whole
-    with_slots = rates_with_slots(mixtures, rates, budget.experts, from_files, budget.loaders)
-    one = _predict_layers(_without_experts(model), with_slots, budget, batch, length, page)
-    computing = rates_with_slots(mixtures, rates, mixtures.experts, 0.0, budget.loaders).layers(batch)
+    places, rest = SlotPlaces(budget.experts, 1 - on_host / whole, budget.loaders), _without_experts(model)
+    ahead = _predict_layers(rest, rates_with_slots(mixtures, rates, places), budget, batch, length, page)
+    with_slots = rates_with_slots(mixtures, rates, replace(places, late=ahead.late))
+    one = _predict_layers(rest, with_slots, budget, batch, length, page)
+    computing = rates_with_slots(mixtures, rates, SlotPlaces(mixtures.experts)).layers(batch)
     loads = with_slots.layers(batch) - computing
     longest = "loads of experts" if one.limit == "computing" and loads > computing else one.limit
     held = {"device": budget.experts * mixtures.slot, "host": on_host, "disk": whole - on_host}
@@ -315,7 +318,7 @@ def _predict_layers(
     longest = max(parts_of_step, key=lambda name: parts_of_step[name])
     # The timeline has no writes, which may take the longest.
     seconds = time.seconds if turns is None else max(time.seconds, parts_of_step[longest])
-    return FittedPlacement(batch, budget, held, seconds, longest, cache)
+    return FittedPlacement(batch, budget, held, seconds, longest, cache, time.late / len(tiers))
 
 
 def parts_of(budget: OffloadBudget, size: int, count: int) -> list[Tier]:
@@ -389,7 +392,7 @@ def _ways(
         own = replace(limits, device=device, host=host)
         whole = mixtures.experts * mixtures.slot
         from_files = 0.0 if experts_host is None else 1 - experts_host / whole
-        own_rates = rates_with_slots(mixtures, rates, slots, from_files, limits.loaders)
+        own_rates = rates_with_slots(mixtures, rates, SlotPlaces(slots, from_files, limits.loaders))
     shares = solve(placed, own_rates, own, block, window)
     if shares is None:
         return []

@@ -24,10 +24,12 @@ class StreamedStepTime:
     Attributes:
         seconds: the step.
         stalled: of them, waiting for weights.
+        late: units whose weights were not there when the unit before them had computed half, its router among that.
     """
 
     seconds: float
     stalled: float
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def step_time(
         begin_read()
     used, found = 0, StreamedStepTime(0.0, 0.0)
     for _ in range(3):  # the first steps begin with an empty window
-        begin, stalled, parts_used, parts_started = line.now, 0.0, 0, 0
+        begin, stalled, late, parts_used, parts_started = line.now, 0.0, 0, 0, 0
         for _ in range(0 if turns is None else turns.window):
             begin_part()
         for place, computing in enumerate(computes):
@@ -167,7 +169,11 @@ def step_time(
                 while moves and any(read.number <= parts_used for read in line.parts):
                     line.advance(0.0)
                 stalled += line.now - before
-                compute(computing)
+                compute(computing / 2)
+                if batch == 0 and place + 1 < len(tiers) and tiers[place + 1] != "device":
+                    number = used + (tiers[place] != "device")
+                    late += started <= number or any(read.number <= number for read in line.reads)
+                compute(computing / 2)
                 if moves:
                     parts_used += 1
                     begin_part()
@@ -175,6 +181,6 @@ def step_time(
                 used += 1
                 begin_read()
         compute(batches * rates.ends(tokens))
-        found = StreamedStepTime(line.now - begin, stalled)
+        found = StreamedStepTime(line.now - begin, stalled, late)
     assert math.isfinite(found.seconds)
     return found

@@ -7,6 +7,7 @@ step: a loop on the device would need all layers.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -166,7 +167,7 @@ class StreamedRunner(ModelRunner):
                         number,
                         given,
                         tokens,
-                        self._following(place, parts[at + 1 :]),
+                        functools.partial(self._following, place, parts[at + 1 :]),
                     )
                     hidden = self.experts.compute(self.programs, routed)
                 else:
@@ -192,7 +193,7 @@ class StreamedRunner(ModelRunner):
         """The next mixture layer, if its router's weights are on the device: in ``rest`` of a unit, or of the next."""
         assert self.experts is not None
         nearby = [(self.units[place], rest)]
-        if place + 1 < len(self.units) and (held := self.window.resident(self.units[place + 1])) is not None:
+        if place + 1 < len(self.units) and (held := self.window.there(self.units[place + 1])) is not None:
             nearby.append((self.units[place + 1], self._parts(self.units[place + 1].segment, held)))
         for unit, parts in nearby:
             for part, own in parts:

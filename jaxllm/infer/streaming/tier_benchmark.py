@@ -29,6 +29,7 @@ from jaxllm.infer.engine_config import EngineConfig
 from jaxllm.infer.sampling_params import SamplingParams
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
+from jaxllm.infer.streaming.experts.slot_rates import SlotRates
 from jaxllm.infer.streaming.layer_store import (
     HostLayers,
     LayerFiles,
@@ -49,10 +50,14 @@ DISK_SAMPLE = 2**28
 _DROPS_PAGES = hasattr(os, "posix_fadvise")
 PAGE = 32
 """Tokens of a page of the KV cache."""
+PROMPT_ROWS = 128
+"""Tokens of a step that computes prompts."""
 ROUNDS = 3
 """Rounds over all batch sizes, of which the fastest counts."""
 SLOT_SHARES = (1 / 4, 1 / 2, 1)
 """Shares of a layer's experts in slots that are measured."""
+SLOT_LOADERS = 2
+"""Threads that read experts from files there."""
 COPIED_BYTES = 2**28
 """Bytes of the copies of a layer that compute by turns: no processor's cache holds them, as none holds a model."""
 
@@ -126,7 +131,7 @@ def measure_tiers(
             ends[batch] = min(ends[batch], decode_step_seconds(engine, batch, prompt, steps))
     runner.units = units
     of_layers = [max(whole[batch] - ends[batch], 1e-9) for batch in batches]
-    in_slots = SlotSteps()
+    in_slots = None
     if slots and (some := _slot_units(loaded, layers, units)):
         decoding = _Decoding(batches, prompt, steps)
         in_slots = _with_slots(engine, list(ends.values()), loaded, layers, some, directory, decoding, tell)
@@ -154,7 +159,7 @@ def measure_tiers(
     runner.close()
     return TierRates(
         device.device_kind, tuple(batches), tuple(of_layers), tuple(ends.values()), host, disk, cold,
-        tuple(slowdowns), tuple(shares), in_slots.shares, in_slots.host, in_slots.files,
+        tuple(slowdowns), tuple(shares), in_slots,
     )  # fmt: skip
 
 
@@ -192,21 +197,6 @@ class _Decoding:
         return min(decode_step_seconds(engine, batch, self.prompt, self.steps) for _ in range(ROUNDS))
 
 
-@dataclass(frozen=True)
-class SlotSteps:
-    """Seconds of all layers with experts in slots.
-
-    Attributes:
-        shares: of a layer's experts that were in slots, ascending.
-        host: for each, by batch size, with the others in host memory.
-        files: the same with the others in files.
-    """
-
-    shares: tuple[float, ...] = ()
-    host: tuple[tuple[float, ...], ...] = ()
-    files: tuple[tuple[float, ...], ...] = ()
-
-
 def _with_slots(
     engine: Engine,
     ends: Sequence[float],
@@ -216,7 +206,7 @@ def _with_slots(
     directory: Path,
     decoding: _Decoding,
     tell: Callable[[str], None],
-) -> SlotSteps:
+) -> SlotRates:
     """Measures layers with some of their experts in slots.
 
     Args:
@@ -240,7 +230,7 @@ def _with_slots(
     length = decoding.prompt + 3 * decoding.steps
 
     def with_slots(slots: int, absent: Mapping[tuple[Unit, str], HostExperts | FileExperts]) -> Engine:
-        placement = WeightPlacement(1, device_units=len(units), expert_slots=slots)
+        placement = WeightPlacement(1, device_units=len(units), expert_slots=slots, loaders=SLOT_LOADERS)
         return _engine(
             loaded, StreamedWeights(loaded.params, units, stores, placement, absent), decoding.batches, length
         )
@@ -255,33 +245,45 @@ def _with_slots(
     whole.units = every
     mixtures = len(every) - len(others)
 
-    def seconds(one: Engine) -> tuple[float, ...]:
-        """Seconds of all layers: of those that compute here, as many as there are, and of the others."""
-        found = [decoding.seconds(one, batch) for batch in decoding.batches]
+    def seconds(one: Engine, slots: int) -> list[tuple[float, ...]]:
+        """Seconds of all layers, of those that compute here as many as there are, and of the others; then late ones."""
+        assert isinstance(one.runner, StreamedRunner)
+        assert one.runner.experts is not None
+        rows = list[tuple[float, ...]]()
+        for ahead in (True, False) if slots < most else (True,):
+            one.runner.experts.looks_ahead = ahead
+            found = [decoding.seconds(one, batch) for batch in decoding.batches]
+            rows.append(
+                tuple(
+                    max(own - end, 1e-9) * mixtures / len(units) + more
+                    for own, end, more in zip(found, ends, beside, strict=True)
+                )
+            )
         one.runner.close()
-        return tuple(
-            max(own - end, 1e-9) * mixtures / len(units) + more
-            for own, end, more in zip(found, ends, beside, strict=True)
-        )
+        return rows * (2 // len(rows))
 
     numbers = sorted({max(1, round(share * most)) for share in SLOT_SHARES})
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         files = ExpertFiles(Path(folder), ["tiers"], 0)
         in_files = {(unit, b): files.add(unit.first + int(b), own) for (unit, b), own in experts.items()}
-        by_host, by_files = list[tuple[float, ...]](), list[tuple[float, ...]]()
+        by_host, by_files = list[list[tuple[float, ...]]](), list[list[tuple[float, ...]]]()
         for slots in numbers:
             tell(f"{slots} of {most} experts in slots")
-            by_host.append(seconds(with_slots(slots, experts)))
-            by_files.append(seconds(with_slots(slots, in_files)) if slots < most else by_host[-1])
-    return SlotSteps(tuple(n / most for n in numbers), tuple(by_host), tuple(by_files))
+            by_host.append(seconds(with_slots(slots, experts), slots))
+            by_files.append(seconds(with_slots(slots, in_files), slots) if slots < most else by_host[-1])
+    host_rows, host_late, file_rows, files_late = (
+        tuple(rows[n] for rows in way) for way in (by_host, by_files) for n in range(2)
+    )
+    shares = tuple(n / most for n in numbers)
+    return SlotRates(tuple(decoding.batches), shares, host_rows, host_late, file_rows, files_late, SLOT_LOADERS)
 
 
 def _engine(loaded: LoadedModel, weights: StreamedWeights, batches: Sequence[int], length: int) -> Engine:
     # What memory is left would be too little, were each layer counted that is a copy of another.
     pages = batches[-1] * (1 + -(-length // PAGE))
     config = EngineConfig(
-        max_sequences=batches[-1], max_batched_tokens=batches[-1], max_len=length, layer_window=1, page_size=PAGE,
-        pages=pages, buckets=tuple(batches), samplers=("plain",), prefix_cache=False,
+        max_sequences=batches[-1], **step_sizes(batches), max_len=length, layer_window=1, page_size=PAGE,
+        pages=pages, samplers=("plain",), prefix_cache=False,
     )  # fmt: skip
     return Engine.of(loaded.model, weights, config, longest=loaded.longest, strict=True)
 
@@ -298,6 +300,12 @@ def measure_disk(directory: Path) -> float:
         begin = time.perf_counter()
         file.readinto(bytearray(DISK_SAMPLE))
         return DISK_SAMPLE / (time.perf_counter() - begin)
+
+
+def step_sizes(batches: Sequence[int]) -> dict[str, Any]:
+    """Fields of ``EngineConfig`` for ``decode_step_seconds``: steps of these batches, and one that is for prompts."""
+    rows = max(PROMPT_ROWS, *batches)
+    return {"max_batched_tokens": rows, "buckets": tuple(sorted({*batches, rows}))}
 
 
 def decode_step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> float:

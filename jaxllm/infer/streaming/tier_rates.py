@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxllm.files import read_json, write_json
+from jaxllm.infer.streaming.experts.slot_rates import SlotRates, seconds_of
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,7 @@ class TierRates:
         slowdowns: how many times longer a step takes while files are read, more than 1 where both need the processor:
             for each number of loaders, by the tokens of the step; empty: as long.
         disk_shares: shares of their rates at which so many loaders read beside such steps; empty: all of them.
-        slot_shares: of a mixture, shares of each layer's experts that were in slots, ascending to 1; empty: no layers
-            with slots were measured.
-        slot_seconds: for each of these shares, seconds in which all layers compute so many tokens, loads of experts
-            from host memory included.
-        slot_file_seconds: the same with all loads from files; empty: as from host memory, and their bytes by ``disk``.
+        slots: of a mixture, layers with experts in slots; None: not measured.
     """
 
     device: str
@@ -48,9 +46,7 @@ class TierRates:
     disk_cold: tuple[float, ...] = ()
     slowdowns: tuple[tuple[float, ...], ...] = ()
     disk_shares: tuple[tuple[float, ...], ...] = ()
-    slot_shares: tuple[float, ...] = ()
-    slot_seconds: tuple[tuple[float, ...], ...] = ()
-    slot_file_seconds: tuple[tuple[float, ...], ...] = ()
+    slots: SlotRates | None = None
 
     def __post_init__(self) -> None:
         many = len(self.tokens)
@@ -65,42 +61,18 @@ class TierRates:
                 raise ValueError(f"tier rates: {name} needs a row for each rate of the disk, of as many as tokens.")
         if not self.disk or (self.disk_cold and len(self.disk_cold) != len(self.disk)):
             raise ValueError("tier rates: give the rate of the disk for one loader at least, cold ones for as many.")
-        shares = self.slot_shares
-        for name, rows in (("slot_seconds", self.slot_seconds), ("slot_file_seconds", self.slot_file_seconds)):
-            if [len(row) for row in rows] != [many] * len(shares) and (rows or name == "slot_seconds"):
-                raise ValueError(f"tier rates: {name} needs a row for each of slot_shares, of as many as tokens.")
-        if shares and (list(shares) != sorted(set(shares)) or min(shares) <= 0 or shares[-1] != 1):
-            raise ValueError(f"tier rates: slot_shares = {shares}; give them above 0, ascending to 1.")
-        beside = (*self.slowdowns, *self.disk_shares, *self.slot_seconds, *self.slot_file_seconds)
+        beside = (*self.slowdowns, *self.disk_shares)
         numbers = (*self.layer_seconds, self.host, *self.disk, *self.disk_cold, *itertools.chain.from_iterable(beside))
         if min(self.tokens) < 1 or not min(numbers) > 0 or min(self.end_seconds) < 0:
             raise ValueError("tier rates: all token counts, times and rates have to be above 0.")
 
     def layers(self, tokens: int) -> float:
         """Seconds of all layers for a step of so many tokens: linear between measured ones, proportional beyond."""
-        return _between(tokens, self.tokens, self.layer_seconds)
-
-    def slot_layers(self, tokens: int, share: float, *, files: bool = False) -> float:
-        """Seconds of all layers for a step of so many tokens with a share of their experts in slots.
-
-        The others are loaded from host memory, or from files. Linear between measured shares; below them it grows as
-        between the least two, and does not fall.
-
-        Raises:
-            ValueError: no layers with slots were measured.
-        """
-        if not self.slot_shares or (files and not self.slot_file_seconds):
-            raise ValueError("tier rates: no layers with experts in slots were measured.")
-        rows = self.slot_file_seconds if files else self.slot_seconds
-        at = [_between(tokens, self.tokens, row) for row in rows]
-        found, below = float(np.interp(share, self.slot_shares, at)), self.slot_shares[0] - share
-        if below <= 0 or len(at) == 1:
-            return found
-        return found + below * max(0.0, at[0] - at[1]) / (self.slot_shares[1] - self.slot_shares[0])
+        return seconds_of(tokens, self.tokens, self.layer_seconds)
 
     def ends(self, tokens: int) -> float:
         """Seconds of the rest of a step of so many tokens."""
-        return _between(tokens, self.tokens, self.end_seconds)
+        return seconds_of(tokens, self.tokens, self.end_seconds)
 
     def disk_rate(self, loaders: int) -> float:
         """Bytes/s from files by so many loaders together; more than were measured are no faster."""
@@ -119,7 +91,10 @@ class TierRates:
 
     def cold(self) -> TierRates:
         """The rates of files that are not in the page cache."""
-        return dataclasses.replace(self, disk=self.disk_cold, slot_file_seconds=()) if self.disk_cold else self
+        if not self.disk_cold:
+            return self
+        slots = None if self.slots is None else dataclasses.replace(self.slots, files=(), files_late=())
+        return dataclasses.replace(self, disk=self.disk_cold, slots=slots)
 
     def __str__(self) -> str:
         """Table: the tiers, then computing by tokens of a step, and what reading beside it does to both."""
@@ -133,15 +108,14 @@ class TierRates:
         if self.disk_cold:
             lines.append(f"  outside of the page cache {gib(self.disk_cold)}")
         beside = [f"beside {n}" for n in many] if self.slowdowns else []
-        ways = ["host", "files"] if self.slot_file_seconds else ["host"]
-        in_slots = [(share, way) for share in self.slot_shares for way in (ways if share < 1 else [""])]
-        slots = "".join(f"{f'{share:.0%} {way}'.strip():>11} " for share, way in in_slots)
+        in_slots = [] if self.slots is None else _columns(self.slots)
+        slots = "".join(f"{name:>11} " for name, _ in in_slots)
         lines.append(
             f"{'tokens':>6} {'layers ms':>10} {slots}{'rest ms':>10} " + " ".join(f"{name:>16}" for name in beside)
         )
         for n in self.tokens:
             cells = [f"{self.slowdown(n, k):7.2f} x, {self.disk_share(n, k):4.0%}" for k in many] if beside else []
-            times = [1e3 * self.slot_layers(n, share, files=way == "files") for share, way in in_slots]
+            times = [1e3 * seconds(n) for _, seconds in in_slots]
             row = f"{n:6} {1e3 * self.layers(n):10.2f} "
             row += "".join(f"{ms:11.2f} " for ms in times) + f"{1e3 * self.ends(n):10.2f} "
             lines.append((row + " ".join(f"{cell:>16}" for cell in cells)).rstrip())
@@ -167,7 +141,10 @@ class TierRates:
             ValueError: it is not one of ``write``.
         """
         try:
-            return cls(**{name: _tuples(value) for name, value in read_json(path).items()})
+            found = {name: _tuples(value) for name, value in read_json(path).items()}
+            if found.get("slots") is not None:
+                found["slots"] = SlotRates(**{name: _tuples(value) for name, value in found["slots"].items()})
+            return cls(**found)
         except (OSError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path} has no tier rates: {error}. Write it with `jaxllm bench MODEL --tiers {path}`."
@@ -210,11 +187,19 @@ def roofline_rates(
     return TierRates(device, tokens, tuple(map(seconds, tokens)), (0.0,) * len(tokens), host, (disk,))
 
 
+def _columns(slots: SlotRates) -> list[tuple[str, Callable[[int], float]]]:
+    """Columns of the table: shares of the experts in slots, and where the others are; each by tokens of a step."""
+
+    def of(share: float, tier: Literal["host", "files"]) -> Callable[[int], float]:
+        return lambda tokens: slots.seconds(tokens, share, tier=tier)
+
+    tiers: tuple[Literal["host", "files"], ...] = ("host", "files") if slots.files else ("host",)
+    return [
+        (f"{share:.0%} {tier if share < 1 else ''}".strip(), of(share, tier))
+        for share in slots.shares
+        for tier in (tiers if share < 1 else tiers[:1])
+    ]
+
+
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _between(tokens: int, known: tuple[int, ...], seconds: tuple[float, ...]) -> float:
-    if tokens > known[-1]:
-        return seconds[-1] * tokens / known[-1]
-    return float(np.interp(tokens, known, seconds))

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,9 @@ from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 from jaxllm.models.layers.residual_stream import LayerStream
 
+Following = Callable[[], tuple[Unit, str, Any] | None]
+"""Gives unit, block and weights of the next mixture layer; None: they are not on the device now."""
+
 
 @dataclass(frozen=True)
 class RoutedLayer:
@@ -44,20 +47,20 @@ class RoutedLayer:
 
     Attributes:
         unit, block: the layer.
-        made: what the names of its programs begin with.
+        shape: name of the step's shape, with which the names of programs begin.
         weights: of the block, without experts.
         around: parameters outside of blocks, fields of the step's batch, and the layer's number.
         x, h: the residual stream, and the layer's input.
         chosen, shares: experts of each token, and their weights.
         of_router: the router's shares of all experts.
-        guess: experts of the following layer by this one's stream; None: nobody has asked.
-        following: that layer.
+        following: gives unit, block and weights of the next mixture layer, if they are on the device.
         tokens: rows of the flat batch that are of requests.
+        guess: that layer, and its experts by this one's stream; None: nobody has asked yet.
     """
 
     unit: Unit
     block: str
-    made: str
+    shape: str
     weights: Any
     around: tuple[Any, Any, Any]
     x: LayerStream
@@ -65,9 +68,14 @@ class RoutedLayer:
     chosen: Array
     shares: Array
     of_router: Array
-    guess: Array | None
-    following: tuple[Unit, str] | None
+    following: Following
     tokens: int
+    guess: tuple[tuple[Unit, str], Array] | None = None
+
+    @property
+    def made(self) -> str:
+        """What the names of its programs begin with."""
+        return f"{self.shape}-layers-{self.unit.segment}-{self.block}"
 
 
 class ExpertStage:
@@ -83,6 +91,7 @@ class ExpertStage:
         counts: what was wanted, found and loaded.
         slots: slots of each layer.
         files: files of experts, if there are some.
+        looks_ahead: the next layer's router is asked ahead; if so at first, it may be turned off between steps.
         costs: seconds of an expert by names of programs, measured in the first step that runs them, or as given.
     """
 
@@ -93,7 +102,7 @@ class ExpertStage:
         place: Any,
         most: int,
     ):
-        self._experts, self._place, self._prefetch = experts, place, placement.prefetch
+        self._experts, self._place, self.looks_ahead = experts, place, placement.prefetch
         self._schedule, self._given_costs = SCHEDULES[placement.absent], placement.expert_costs
         self.costs = dict[str, ExpertCosts]()
         self._host = None if placement.absent == "load" else HostProcessor(most)
@@ -176,7 +185,7 @@ class ExpertStage:
             EngineProgram(f"{made}-more", parts.experts, first | {"total": h}, ("total",), key),
             EngineProgram(f"{made}-join", parts.join, joined, (), key),
         ]
-        if self._prefetch:
+        if self.looks_ahead:
             programs.append(EngineProgram(f"{made}-predict", parts.predict, {"weights": weights, "x": x}, (), key))
         if self._host is not None:
             programs.append(EngineProgram(f"{made}-add", jnp.add, {"total": h, "other": h}, ("total",), key))
@@ -195,7 +204,7 @@ class ExpertStage:
         layer: Any,
         given: tuple[Any, Any, Any, Any, Any],
         tokens: int,
-        following: tuple[Unit, str, Any] | None,
+        following: Following,
     ) -> tuple[Pools, RoutedLayer]:
         """Runs a mixture layer up to its router.
 
@@ -206,7 +215,7 @@ class ExpertStage:
             layer: its number, on the device.
             given: parameters outside of blocks, weights of the block without experts, pools, batch, hidden states.
             tokens: rows of the flat batch that are of requests.
-            following: unit, block and weights of the next mixture layer, if they are on the device.
+            following: gives unit, block and weights of the next mixture layer, if they are on the device.
 
         Returns:
             the pools, and what ``compute`` takes.
@@ -215,17 +224,19 @@ class ExpertStage:
         made = f"{name}-layers-{unit.segment}-{block}"
         own = self.with_slots(unit, block, weights)
         pools, x, h, chosen, shares, of_router = programs[f"{made}-route"](params, own, pools, batch, hidden, layer)
-        guess, after = None, None
-        if self._prefetch and following is not None:
-            to, b, next_weights = following
-            guess, after = (
-                programs[f"{name}-layers-{to.segment}-{b}-predict"](self.with_slots(to, b, next_weights), x),
-                (to, b),
-            )
-            guess.copy_to_host_async()
         around = params, batch, layer
-        routed = RoutedLayer(unit, block, made, weights, around, x, h, chosen, shares, of_router, guess, after, tokens)
-        return pools, routed
+        routed = RoutedLayer(unit, block, name, weights, around, x, h, chosen, shares, of_router, following, tokens)
+        return pools, self._asked(programs, routed)
+
+    def _asked(self, programs: Mapping[str, Any], routed: RoutedLayer) -> RoutedLayer:
+        """The layer with a guess of the next router, if its weights are on the device."""
+        if not self.looks_ahead or routed.guess is not None or (found := routed.following()) is None:
+            return routed
+        unit, block, weights = found
+        name = f"{routed.shape}-layers-{unit.segment}-{block}-predict"
+        guess = programs[name](self.with_slots(unit, block, weights), routed.x)
+        guess.copy_to_host_async()
+        return replace(routed, guess=((unit, block), guess))
 
     def compute(self, programs: Mapping[str, Any], routed: RoutedLayer) -> LayerStream:
         """The hidden states after a mixture layer: runs its experts, and loads those that the next one is to want."""
@@ -235,6 +246,7 @@ class ExpertStage:
         # An expert of weight 0 adds nothing, so nobody wants it: slices that are not active.
         numbers = np.where(np.asarray(routed.shares)[0] == 0, count, np.asarray(routed.chosen)[0])
         wanted = wanted_experts(numbers, routed.tokens, count)
+        routed = self._asked(programs, routed)  # its weights may have come meanwhile
         if slots.eviction == "score":
             slots.see(np.asarray(routed.of_router)[0, : routed.tokens].mean(axis=0))
         self._finish_ahead(programs, key)
@@ -255,15 +267,11 @@ class ExpertStage:
         own = self.with_slots(*key, routed.weights)
         params, batch, layer = routed.around
         hidden = programs[f"{made}-join"](params, own, batch, layer, routed.x, h, total)
-        if routed.guess is not None and routed.following is not None:
-            self._load_ahead(programs, routed.following, self._guessed(routed))
+        if routed.guess is not None:
+            after, guess = routed.guess
+            experts = wanted_experts(np.asarray(guess)[0], routed.tokens, len(self.slots[after].table))
+            self._load_ahead(programs, after, experts)
         return hidden
-
-    def _guessed(self, routed: RoutedLayer) -> list[int]:
-        """Experts that the following layer is guessed to want."""
-        assert routed.following is not None
-        guess = np.asarray(routed.guess)[0]
-        return wanted_experts(guess, routed.tokens, len(self.slots[routed.following].table))
 
     def _on_host(
         self, programs: Mapping[str, Any], routed: RoutedLayer, wanted: list[int], numbers: Int[np.ndarray, "T A"]

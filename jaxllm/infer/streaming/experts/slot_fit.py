@@ -4,7 +4,7 @@ With N of the E experts of each mixture in slots, the rest of the layers is plac
 the experts, and a step loads those that it wants and that are in no slot. So a number of slots is one more way to place
 a model, which the solver tries beside whole layers.
 
-What loads cost is measured, with some shares of the experts in slots (``TierRates.slot_seconds``): on real routings,
+What loads cost is measured, with some shares of the experts in slots (``SlotRates``): on real routings,
 and overlapped with computing as far as they are. Without such measurements the experts that a step wants are taken to
 be by chance, each token's k of E experts as often as any others, and loads not to overlap. Then a step of T tokens
 wants E (1 - (1 - k / E)^T) experts of each mixture, and a share N / E of them is in slots, whichever those are
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxllm.infer.streaming.tier_rates import TierRates
 
@@ -52,54 +53,70 @@ class MixtureBytes:
         return self.layers * wanted * (1 - slots / self.experts)
 
 
-def layers_with_slots(
-    mixtures: MixtureBytes, rates: TierRates, slots: int, tokens: int, from_files: float, loaders: int
-) -> float:
+@dataclass(frozen=True)
+class SlotPlaces:
+    """Experts of a model in slots, and where the others are.
+
+    Attributes:
+        slots: experts of each mixture on the device.
+        from_files: share of all experts that are in files, the others being in host memory.
+        loaders: threads that read them.
+        late: share of the layers for which no experts are loaded ahead.
+    """
+
+    slots: int
+    from_files: float = 0.0
+    loaders: int = 1
+    late: float = 0.0
+
+
+def layers_with_slots(mixtures: MixtureBytes, rates: TierRates, places: SlotPlaces, tokens: int) -> float:
     """Seconds of all layers for a step of so many tokens, with the loads of experts.
 
     Args:
         mixtures, rates: of the model with whole layers.
-        slots: experts of each mixture on the device.
+        places: where experts are.
         tokens: of the step.
-        from_files: share of the experts that are in files, the others being in host memory.
-        loaders: threads that read them.
     """
-    of_expert, missing = mixtures.slot / mixtures.layers, mixtures.missing(slots, tokens)
-    by_disk = missing * of_expert / rates.disk_rate(loaders)
-    if not rates.slot_shares:
-        return rates.layers(tokens) + missing * of_expert / rates.host + from_files * by_disk
-    share, last = slots / mixtures.experts, min(tokens, rates.tokens[-1])
+    missing = mixtures.missing(places.slots, tokens)
+    # No more threads read at a time than experts are missing in a layer.
+    readers = max(1, min(places.loaders, round(missing / mixtures.layers)))
+    by_disk = missing * mixtures.slot / mixtures.layers / rates.disk_rate(readers)
+    of_host = missing * mixtures.slot / mixtures.layers / rates.host
+    measured = rates.slots
+    if measured is None:
+        return rates.layers(tokens) + of_host + places.from_files * by_disk
+    share, last = places.slots / mixtures.experts, min(tokens, measured.tokens[-1])
     # Beyond what was measured, loads grow less than in proportion to tokens.
-    growth = missing / mixtures.missing(slots, last) if share < 1 else 1.0
+    growth = missing / mixtures.missing(places.slots, last) if share < 1 else 1.0
 
-    def loads(files: bool) -> float:
-        return growth * (rates.slot_layers(last, share, files=files) - rates.slot_layers(last, 1.0))
+    def loads(tier: Literal["host", "files"]) -> float:
+        return growth * (measured.seconds(last, share, tier=tier, late=places.late) - measured.seconds(last, 1.0))
 
-    by_host = loads(files=False)
-    by_files = loads(files=True) if rates.slot_file_seconds else by_host + by_disk
-    return rates.slot_layers(tokens, 1.0) + (1 - from_files) * by_host + from_files * by_files
+    by_host = loads("host")
+    if measured.files:
+        # Reading, which is what files add to copies, by another number of threads than was measured.
+        then = max(1, min(measured.loaders, round(missing / mixtures.layers)))
+        reading = loads("files") - by_host
+        by_disk = max(0.0, reading) * rates.disk_rate(then) / rates.disk_rate(readers) + min(0.0, reading)
+    return measured.seconds(tokens, 1.0) + by_host + places.from_files * by_disk
 
 
-def rates_with_slots(
-    mixtures: MixtureBytes, rates: TierRates, slots: int, from_files: float, loaders: int
-) -> TierRates:
+def rates_with_slots(mixtures: MixtureBytes, rates: TierRates, places: SlotPlaces) -> TierRates:
     """Rates of the layers without their experts, whose loads are a part of computing.
 
     Args:
         mixtures, rates: of the model with whole layers.
-        slots: experts of each mixture on the device.
-        from_files: share of the experts that are in files, the others being in host memory.
-        loaders: threads that read them.
+        places: where experts are.
     """
     last = rates.tokens[-1]
     # More of them than were measured, since loads grow less than in proportion to tokens.
     tokens = tuple(sorted({*rates.tokens, *(2**n for n in range(max(13, last.bit_length())))}))
-    of_layers = (layers_with_slots(mixtures, rates, slots, n, from_files, loaders) for n in tokens)
+    of_layers = (layers_with_slots(mixtures, rates, places, n) for n in tokens)
     beside = lambda rows, at: tuple(tuple(at(n, k + 1) for n in tokens) for k in range(len(rows)))  # noqa: E731
     return replace(
-        rates, tokens=tokens, layer_seconds=tuple(of_layers), end_seconds=tuple(map(rates.ends, tokens)),
-        slot_shares=(), slot_seconds=(), slot_file_seconds=(), slowdowns=beside(rates.slowdowns, rates.slowdown),
-        disk_shares=beside(rates.disk_shares, rates.disk_share),
+        rates, tokens=tokens, layer_seconds=tuple(of_layers), end_seconds=tuple(map(rates.ends, tokens)), slots=None,
+        slowdowns=beside(rates.slowdowns, rates.slowdown), disk_shares=beside(rates.disk_shares, rates.disk_share),
     )  # fmt: skip
 
 
