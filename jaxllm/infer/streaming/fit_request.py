@@ -8,11 +8,11 @@ with their KV cache in any tier; ``window``, ``loaders`` and, of mixtures, ``exp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxllm.infer.streaming.host_memory import free_host_bytes
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.placement_fit import LOADERS, WINDOWS, TierLimits
 from jaxllm.quant.formats.format_table import packing_names
@@ -137,12 +137,3 @@ class FitRequest:
             most = int(SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
         host = int(SHARE * free_host_bytes()) if self.host is None else self.host
         return TierLimits(most, host, self.disk, self.length, max(self.loaders), self.batches)
-
-
-def free_host_bytes() -> int:
-    """Bytes of host memory that programs can still get."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

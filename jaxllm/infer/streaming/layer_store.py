@@ -16,6 +16,7 @@ import numpy as np
 from jaxllm.files import digest, read_json, write_json
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
+from jaxllm.infer.streaming.host_memory import free_host_bytes
 from jaxllm.infer.streaming.pinned_memory import can_pin, on_device, pinned
 from jaxllm.infer.streaming.weight_file import (
     WeightsUnavailableError,
@@ -204,17 +205,21 @@ class _LayerFile:
 class LayerFiles:
     """Units in files of a directory, in the form in which the device has them, which one read fills a buffer with.
 
-    The directory is written once from another store, and found again while what it was made of is the same.
+    The directory is written once from another store, and found again while what it was made of is the same. Every step
+    reads all of them in order; so if they do not fit the host's free memory together, each would have left the page
+    cache before it is read again, and they are read past it.
 
     Attributes:
         tier: "disk".
         directory: where the files are.
+        direct: they are read past the page cache.
     """
 
     tier = "disk"
 
     def __init__(self, directory: Path, templates: dict[int, Any], files: dict[Unit, _LayerFile]):
         self.directory, self._templates, self._files = directory, templates, files
+        self.direct = sum(file.size for file in files.values()) > free_host_bytes()
         self._checked: set[Unit] = set()
 
     @classmethod
@@ -269,7 +274,8 @@ class LayerFiles:
         """See ``LayerStore``."""
         path, file = self.directory / _name(unit), self._files[unit]
         checksum = None if unit in self._checked else file.checksum  # once: it would take as long as reading
-        buffer = read_bytes(path, (file.size, file.changed), f"layer {unit.first}", checksum)
+        what = f"layer {unit.first}"
+        buffer = read_bytes(path, (file.size, file.changed), what, checksum, direct=self.direct)
         self._checked.add(unit)
         return jax.device_put(arrays_of(buffer, self._templates[unit.segment]), device)
 

@@ -363,12 +363,15 @@ def _not_slower(rates: Iterable[float]) -> tuple[float, ...]:
 
 
 def _cold_rate(files: LayerFiles, units: Sequence[Unit], loaders: int) -> float:
-    """The same, of files that the system was asked to drop from its page cache."""
+    """The same, of files that the system was asked to drop from its page cache, past which they are read."""
     for path in sorted(files.directory.glob("*.bin")):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return _read_all(files, units, loaders)
+    before, files.direct = files.direct, True
+    rate = _read_all(files, units, loaders)
+    files.direct = before
+    return rate
 
 
 def _beside(engine: Engine, batch: int, prompt: int, steps: int, readers: _Readers) -> tuple[float, float]:

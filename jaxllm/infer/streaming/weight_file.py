@@ -6,7 +6,10 @@ the disk would end the process instead of a step (docs/decisions/0020).
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +23,8 @@ from jaxllm.files import atomic
 
 ALIGNMENT = 64
 """Bytes that arrays in a file are aligned to, with which the CPU backend uses them without a copy."""
+BLOCK = 4096
+"""Bytes that addresses and offsets of direct reads are multiples of."""
 READ_ATTEMPTS = 3
 """Attempts to read a file before the step fails."""
 
@@ -47,7 +52,14 @@ class CacheUnavailableError(TierUnavailableError):
 
 
 def read_bytes(
-    path: Path, state: Sequence[int], what: str, checksum: int | None, begin: int = 0, size: int | None = None
+    path: Path,
+    state: Sequence[int],
+    what: str,
+    checksum: int | None,
+    begin: int = 0,
+    size: int | None = None,
+    *,
+    direct: bool = False,
 ) -> UInt8[np.ndarray, " n"]:
     """Bytes of a file, at an aligned address.
 
@@ -56,22 +68,19 @@ def read_bytes(
         state: its ``file_state`` when it was written.
         what: what the bytes are, for errors.
         checksum: of the bytes; None: they have been checked before.
-        begin, size: part of the file; None: all of it.
+        begin, size: part of the file; None: all of it. It begins at a multiple of ``ALIGNMENT``.
+        direct: past the page cache, where the file's system can do that: reading takes less of the processor, and does
+            not drive out what the cache has; but what is read again soon is read from the disk again.
 
     Raises:
         WeightsUnavailableError: it cannot be read, was changed, or is damaged.
     """
     size = state[0] if size is None else size
-    changed, read, buffer = False, 0, _aligned(0)
+    changed, buffer = False, _aligned(0)
     for attempt in range(READ_ATTEMPTS):
         try:
             changed = file_state(path) != list(state)
-            buffer = _aligned(0 if changed else size)
-            with path.open("rb", buffering=0) as stream:
-                stream.seek(begin)
-                read = 0
-                while read < len(buffer) and (more := stream.readinto(buffer.data[read:])):
-                    read += more
+            buffer = _bytes_of(path, begin, 0 if changed else size, direct)
             break
         except OSError as error:
             if attempt + 1 == READ_ATTEMPTS:
@@ -79,7 +88,7 @@ def read_bytes(
                     f"{path} ({what}) cannot be read: {error}. Check the disk; files that are missing "
                     "are written anew when the model is loaded again."
                 ) from error
-    if changed or read < size:
+    if changed or len(buffer) < size:
         raise WeightsUnavailableError(
             f"{path} ({what}) was changed while the model is in use; the file is written anew when the "
             "model is loaded again."
@@ -137,12 +146,38 @@ def described(template: Any) -> list[Any]:
     return [str(jax.tree.structure(template)), *([list(x.shape), str(x.dtype)] for x in jax.tree.leaves(template))]
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _bytes_of(path: Path, begin: int, size: int, direct: bool) -> np.ndarray:
+    """Bytes of a file, at an aligned address; fewer where it ends."""
+    first = begin // BLOCK * BLOCK if direct else begin
+    skipped = begin - first
+    buffer = _aligned(_padded(skipped + size, BLOCK) if direct else size)
+    handle, read = _opened(path, direct), 0
+    try:
+        while read < skipped + size and (more := os.preadv(handle, [buffer.data[read:]], first + read)):
+            read += more
+    except OSError as error:
+        if direct and error.errno == errno.EINVAL:  # the disk has larger blocks
+            return _bytes_of(path, begin, size, False)
+        raise
+    finally:
+        os.close(handle)
+    return buffer[skipped : min(read, skipped + size)]
+
+
+def _opened(path: Path, direct: bool) -> int:
+    """File descriptor; buffered where the file's system has no direct reads, such as one in memory."""
+    if direct and hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    return os.open(path, os.O_RDONLY)
+
+
+def _padded(size: int, to: int = ALIGNMENT) -> int:
+    return -(-size // to) * to
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Empty bytes whose address is aligned."""
-    buffer = np.empty(size + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
+    """Empty bytes whose address is a multiple of ``BLOCK``."""
+    buffer = np.empty(size + BLOCK, np.uint8)
+    start = -buffer.ctypes.data % BLOCK
     return buffer[start : start + size]

@@ -26,7 +26,7 @@ from jaxllm.infer.streaming.blocks.block_step import BlockStep
 from jaxllm.infer.streaming.blocks.pool_store import FilePools, HostPools, Part, PoolStore
 from jaxllm.infer.streaming.blocks.pool_window import PoolWindow
 from jaxllm.infer.streaming.blocks.unit_pools import most_written, rows_in_units, unit_groups, written_pages
-from jaxllm.infer.streaming.fit_request import free_host_bytes
+from jaxllm.infer.streaming.host_memory import free_host_bytes
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, most_that_fit, spread
 from jaxllm.models import Functional

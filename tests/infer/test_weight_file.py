@@ -1,0 +1,137 @@
+"""Weight files, read through the page cache and past it; and the host memory that decides between the two."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.infer.streaming import host_memory, layer_store, weight_file
+from jaxllm.infer.streaming.layer_store import LayerFiles, Unit
+from jaxllm.infer.streaming.weight_file import (
+    WeightsUnavailableError,
+    arrays_of,
+    file_state,
+    read_bytes,
+    write_arrays,
+)
+
+GIB = 2**30
+TREE = {"a": np.arange(3000, dtype=np.float32), "b": np.arange(77, dtype=np.int8), "c": np.ones((5, 999), np.float16)}
+
+
+@pytest.mark.parametrize("kind", ["direct", "no such flag", "refused by the file", "larger blocks"])
+def test_direct_reads_are_buffered_ones(tmp_path, monkeypatch, kind):
+    """Any part that begins where an array may; also where a system cannot read past the page cache."""
+    path = tmp_path / "weights.bin"
+    checksums = write_arrays(path, [TREE, TREE])
+    state, whole = file_state(path), path.read_bytes()
+    flags, opened, read = list[int](), os.open, os.preadv
+
+    def opening(name, flag, *more, **further):
+        flags.append(flag)
+        if kind == "refused by the file" and flag & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return opened(name, flag, *more, **further)
+
+    def reading(handle, buffers, offset):
+        if kind != "no such flag" and kind != "refused by the file" and flags[-1] & direct_flag:
+            address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+            assert address % 4096 == offset % 4096 == len(buffers[0]) % 4096 == 0
+            if kind == "larger blocks":
+                raise OSError(errno.EINVAL, "blocks of 64 KiB")
+        return read(handle, buffers, offset)
+
+    direct_flag = os.O_DIRECT
+    if kind == "no such flag":
+        monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.setattr(weight_file.os, "open", opening)
+    monkeypatch.setattr(weight_file.os, "preadv", reading)
+    half = len(whole) // 2
+    for begin, size in ((0, None), (0, 1), (half, half), (64, 4096), (4096, 8192), (64 * 65, len(whole) - 64 * 65)):
+        checksum = checksums[0] if (begin, size) == (half, half) else None
+        found = read_bytes(path, state, "weights", checksum, begin, size, direct=True)
+        assert found.tobytes() == whole[begin:][:size]
+        assert found.ctypes.data % 64 == 0
+    if kind == "direct":
+        assert all(flag & direct_flag for flag in flags)
+    tree = arrays_of(read_bytes(path, state, "weights", None, half, half, direct=True), TREE)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), tree, TREE))
+
+
+def test_errors_of_direct_reads_are_those_of_buffered_ones(tmp_path):
+    path = tmp_path / "weights.bin"
+    (checksum,) = write_arrays(path, [TREE])
+    state = file_state(path)
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff")
+    with pytest.raises(WeightsUnavailableError, match="was changed"):
+        read_bytes(path, state, "layer 3", checksum, direct=True)
+    with pytest.raises(WeightsUnavailableError, match=r"layer 3.*damaged"):
+        read_bytes(path, file_state(path), "layer 3", checksum, direct=True)
+    with pytest.raises(WeightsUnavailableError, match="changed"):  # it ends too early
+        read_bytes(path, file_state(path), "layer 3", None, 0, state[0] + 4096, direct=True)
+    path.unlink()
+    with pytest.raises(WeightsUnavailableError, match="cannot be read"):
+        read_bytes(path, state, "layer 3", None, direct=True)
+
+
+def test_layers_are_read_past_the_cache_where_it_has_no_room(tmp_path, monkeypatch):
+    class Store:
+        tier = "loaded"
+
+        def read(self, unit: Unit, device: jax.Device):
+            return {"0": {"w": jax.device_put(np.full(10_000, unit.first, np.float32), device)}}
+
+    units, host = [Unit(0, n, n) for n in range(4)], jax.devices("cpu")[0]
+    asked = list[bool]()
+
+    def reading(*args, direct, **more):
+        asked.append(direct)
+        return read_bytes(*args, direct=direct, **more)
+
+    monkeypatch.setattr(layer_store, "read_bytes", reading)
+    for free, direct in ((4 * 40_064, False), (4 * 40_000 - 1, True)):
+        monkeypatch.setattr(layer_store, "free_host_bytes", lambda free=free: free)
+        files = LayerFiles.of(Store(), units, tmp_path, ["test"])
+        assert files.direct is direct
+        assert [float(files.read(unit, host)["0"]["w"][-1]) for unit in units] == [0, 1, 2, 3]
+        assert asked == [direct] * 4
+        asked.clear()
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_free_memory_is_what_limits_leave(tmp_path, monkeypatch, second):
+    """By hand: the least of the system, a group and the groups around it; the page cache counts as free."""
+    monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   8388608 kB\n")
+    assert host_memory.free_host_bytes() == 8 * GIB  # no groups
+    line = "0::/pod/box\n" if second else "9:cpu,memory:/pod/box\n1:name=systemd:/\n"
+    (tmp_path / "proc" / "self" / "cgroup").write_text(line)
+    assert host_memory.free_host_bytes() == 8 * GIB  # their files are not there
+    names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    root = tmp_path / "groups" / ("" if second else "memory")
+
+    def group(name: str, most: object, used: int, cached: int) -> None:
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for file, value in zip(names, (most, used), strict=True):
+            (root / name / file).write_text(f"{value}\n")
+        rows = {"anon": 5, "active_file": cached // 4, "inactive_file": cached - cached // 4}
+        (root / name / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in rows.items()))
+
+    group("pod/box", "max" if second else 2**63 - 4096, 2 * GIB, GIB)
+    assert host_memory.free_host_bytes() == 8 * GIB
+    group("pod/box", 3 * GIB, 2 * GIB, GIB)
+    assert host_memory.free_host_bytes() == 2 * GIB
+    group("pod", 5 * GIB, 4 * GIB, GIB // 2)
+    assert host_memory.free_host_bytes() == 3 * GIB // 2
+    group("", GIB, 2 * GIB, 0)
+    assert host_memory.free_host_bytes() == 0
+    (tmp_path / "proc" / "meminfo").unlink()
+    assert host_memory.free_host_bytes() == 0
