@@ -113,7 +113,8 @@ class StreamedRunner(ModelRunner):
             for part, of_part in self._parts(segment, weights):
                 if self.experts is not None and part is not None and self.experts.has(segment, part):
                     around["weights"] = of_part
-                    programs += self.experts.programs(shape.name, step, segment, part, around, key)
+                    with self._on_mesh():
+                        programs += self.experts.programs(shape.name, step, segment, part, around, key)
                     continue
                 arguments = {
                     "params": ends, "weights": of_part, "pools": pools, "batch": batch, "hidden": hidden,
