@@ -51,7 +51,8 @@ def step_traffic(
     read = sum(sizes[window:]) + sum(sizes[: max(0, len(sizes) - window)]) + states + sum(ends)
     read += sum(inputs[: max(0, len(inputs) - window)])
     if clipped:  # from the first layers, which the window has after a backward pass, to the last ones again
-        read += sum(sum(one) - sum(one[max(0, len(one) - window) : window]) for one in (sizes, inputs))
+        # What it has of them is in both windows, at least as many as overlap; of unequal layers it may be the smallest.
+        read += sum(sum(one) - sum(sorted(one)[: max(0, 2 * window - len(one))]) for one in (sizes, inputs))
     return StepTraffic(read, sum(sizes) + sum(layers) + sum(ends) + sum(inputs))
 
 
