@@ -1,5 +1,6 @@
 """Shared parts of pretraining recipes: cosine schedule, checkpoints, evaluations."""
 
+import dataclasses
 from typing import Any
 
 from jaxllm.checkpoint import CheckpointConfig
@@ -53,3 +54,20 @@ def pretraining(
         eval_every=2000,
         **rest,
     )
+
+
+def with_token_share(run: RunConfig, on: str, host: float) -> RunConfig:
+    """The run with token-wise activation offload, whose share of tokens is computed for devices (MEMO,
+    arXiv:2407.12117): the most that a layer's forward pass hides and the host holds.
+
+    Args:
+        run: the run.
+        on: topology, such as h200:1x8.
+        host: memory of the host for each device, bytes.
+    """
+    from jaxllm.plan.hardware import Cluster
+    from jaxllm.plan.tiers.token_share import token_share
+    from sharding import MeshSpec
+
+    found = token_share(run, MeshSpec.parse(run.mesh), Cluster.parse(on), host)
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, remat=found.remat))

@@ -1,8 +1,8 @@
 """Memory budgets of a run, ``--within 14GiB --host 64GiB --disk DIR:200GiB`` or ``--fit``.
 
 The remat whose step takes no more is chosen, with the optimizer state on the device; where none fits, with the state in
-the host's memory or on disk, whichever is faster, then with the parameters of layers there too. With files, what the
-host's memory has left keeps parts of them.
+the host's memory or on disk, or with the parameters of layers there too, whichever is faster by the plan; where the
+rates of the devices are not known, in this order. With files, what the host's memory has left keeps parts of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
     from jaxllm.plan.persistent_share import PersistentPlan
     from jaxllm.plan.remat_solver import HostTier, StepBytes
+    from jaxllm.plan.tiers.limited_step import LimitedStep
     from jaxllm.train import RunConfig
     from jaxllm.train.compile_step import StateBytes
     from sharding.isolate import Progress
@@ -117,25 +118,22 @@ def check_hardware_used(file: Path | None, budget: MemoryBudget | None, *, plans
     Raises:
         UsageError: nothing does.
     """
-    if file is not None and not plans and (budget is None or budget.host is None):
+    if file is not None and not plans and budget is None:
         raise UsageError(
-            "--hardware FILE gives the rates of the devices, by which --mesh auto plans and copies to the host take "
-            "time; it needs --mesh auto, or --host SIZE with --within SIZE (or --fit)."
+            "--hardware FILE gives the rates of the devices, by which --mesh auto plans, and steps under --within are "
+            "predicted; it needs --mesh auto, or --within SIZE (or --fit)."
         )
 
 
 def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
-    """The run with the remat that fits the budget on the devices that are here; prints the candidates.
+    """The run with the remat that fits the budget on the devices that are here; prints the candidates, and by the rates
+    of the devices, where they are known, the seconds of a step and what the limit costs.
 
     Raises:
         UsageError: nothing fits, and what the least takes; the devices do not say how much memory they have, or have no
             host memory apart from it.
     """
     import jax
-
-    from jaxllm.config import ConfigError
-    from jaxllm.models.remat import RematError
-    from jaxllm.train.compile_step import state_bytes_here
 
     device = jax.local_devices()[0]  # of another process's devices nothing is known
     limit = budget.device
@@ -144,20 +142,36 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
         if there is None:
             raise UsageError(f"--fit: {device.device_kind} does not say how much memory it has; give --within SIZE.")
         limit = int(FIT_SHARE * there)
-    cluster = None if budget.host is None else _cluster_here(budget.hardware)
-
     if budget.disk is not None and _placed(config):
         raise UsageError(
             "--disk: the run says where its optimizer state is (host.optimizer, disk.directory); leave one out."
         )
+    cluster = _known_here(budget.hardware) if budget.host is None else _cluster_here(budget.hardware)
+    run, sent = _searched(config, budget._replace(device=limit), cluster)
+    print(_cost_of(run, sent, cluster), end="\n\n", flush=True)
+    return run
+
+
+def _searched(config: RunConfig, budget: MemoryBudget, cluster: Cluster | None) -> tuple[RunConfig, int]:
+    """The run with the place for its state and the remat that fit the budget, and the bytes of activations that a
+    micro-batch moves to the host.
+
+    Args:
+        config: the run.
+        budget: with the bytes of a device.
+        cluster: the devices; None: their rates are not known.
+
+    Raises:
+        UsageError: nothing fits.
+    """
+    from jaxllm.config import ConfigError
+    from jaxllm.models.remat import RematError
+    from jaxllm.train.compile_step import state_bytes_here
+
     problem: Exception | None = None
     places = _places(config, budget)
 
-    def moved(run: RunConfig) -> bool:
-        """Whether the search has put the optimizer state of a run into the host's memory."""
-        return run.host.optimizer and not _placed(config)
-
-    for run in places:
+    for number, run in enumerate(places):
         try:
             state = state_bytes_here(with_remat(run, "full"))
         except ConfigError as error:  # the run's settings do not go with this place
@@ -172,20 +186,19 @@ def fitted_here(config: RunConfig, budget: MemoryBudget) -> RunConfig:
             print(f"  more than the {(budget.host or 0) / 2**30:.3f} GiB of --host\n", flush=True)
             continue
         try:
-            if run.disk.parameters:
-                return _streamed_within(run, budget._replace(device=limit, host=host))
-            found = _fitted_place(run, MemoryBudget(limit, host), cluster)
-            return _faster_on_disk(found, places, budget._replace(device=limit), cluster) if moved(run) else found[0]
+            found = _fitted_place(run, budget._replace(host=host), cluster)
         except (RematError, ConfigError) as error:
             print(f"  nothing fits: {error}\n", flush=True)
             if isinstance(error, RematError) or not isinstance(problem, RematError):
                 problem = error
+            continue
+        return _faster_place(found, places[number + 1 :], budget, cluster) if number else found
     raise UsageError(str(problem)) from problem
 
 
 def _fitted_place(run: RunConfig, budget: MemoryBudget, cluster: Cluster | None) -> tuple[RunConfig, int]:
-    """The run, whose parameters are in memory, with the remat that fits and chunks of its files, and the bytes of
-    activations that its step moves to the host.
+    """The run with the remat that fits and chunks of its files, and the bytes of activations that a micro-batch moves
+    to the host; 0 of streamed layers, whose inputs are copied beside the passes.
 
     Args:
         run: with its optimizer state in its place.
@@ -200,83 +213,104 @@ def _fitted_place(run: RunConfig, budget: MemoryBudget, cluster: Cluster | None)
     from jaxllm.models.remat import RematError
     from jaxllm.train.compile_step import window_bytes_here
 
+    if run.disk.parameters:
+        return _streamed_within(run, budget), 0
     window = 0 if budget.host is None or not run.disk.directory else window_bytes_here(run)
     left = None if budget.host is None else budget.host - window
     if left is not None and left < 0:
         raise RematError(f"layers in the window take {window / 2**30:.3f} GiB of the host, more than --host.")
     took: dict[str, StepBytes] = {}
     here, measure = (jax.device_count(), jax.default_backend()), functools.partial(_measured_here, took)
-    fitted = within_budget(run, budget._replace(host=left), measure, here, cluster)
+    fitted = within_budget(run, MemoryBudget(budget.device, left), measure, here, cluster)
     sent = took[fitted.model.remat].host
     return fitted if left is None or not window else _with_chunks(fitted, left - sent, window), sent
 
 
-def _faster_on_disk(
-    found: tuple[RunConfig, int], places: list[RunConfig], budget: MemoryBudget, cluster: Cluster | None
-) -> RunConfig:
-    """A run with its optimizer state in the host's memory, or with that on disk if it is faster by the plan.
+def _faster_place(
+    found: tuple[RunConfig, int], others: list[RunConfig], budget: MemoryBudget, cluster: Cluster | None
+) -> tuple[RunConfig, int]:
+    """A run whose optimizer state has left the device, or the fastest one by the plan with it, or with the parameters
+    too, in another place; with the bytes of activations that it moves.
 
-    On disk it leaves more of the host's memory to activations, and of the device's where a part of it would have to be
-    persistent. It is tried where it would be faster if layers kept everything.
+    On disk the state leaves more of the host's memory to activations, and of the device's where a part of it would have
+    to be persistent; streamed layers are updated beside the backward pass. Each place is tried where it would be faster
+    if all that is recomputed fitted, or with streamed layers.
 
     Args:
         found: the run, and the bytes of activations that it moves to the host.
-        places: of the search.
+        others: with their state on disk.
         budget: with the bytes of a device.
-        cluster: the devices.
+        cluster: the devices; None: their rates are not known, and the first place that fits is taken.
     """
     from jaxllm.config import ConfigError
     from jaxllm.models.remat import RematError
 
-    on_disk = [run for run in places if run.disk.directory and not run.disk.parameters]
-    if not on_disk or cluster is None:
-        return found[0]
-    here = _seconds_by_plan(*found, cluster)
-    try:
-        if (least := _seconds_by_plan(with_remat(on_disk[0], "none"), 0, cluster)) >= here:
-            return found[0]
-        print(
-            f"{here * 1e3:.1f} ms by the plan; with the optimizer state on disk, {least * 1e3:.1f} or more:", flush=True
-        )
-        other = _fitted_place(on_disk[0], budget, cluster)
-    except (RematError, ConfigError) as error:
-        print(f"  not so: {error}\n", flush=True)
-        return found[0]
-    there = _seconds_by_plan(*other, cluster)
-    print(f"{there * 1e3:.1f} ms by the plan on disk, {here * 1e3:.1f} in the host's memory\n", flush=True)
-    return other[0] if there < here else found[0]
+    if cluster is None:
+        return found
+    for other in others:
+        if not other.disk.directory:
+            continue
+        what = "parameters and optimizer state" if other.disk.parameters else "optimizer state"
+        try:
+            here = _step_by_plan(*found, cluster).seconds
+            best = other if other.disk.parameters else with_remat(other, "none")
+            if (least := _step_by_plan(best, 0, cluster).seconds) >= here:
+                continue
+            print(f"{here * 1e3:.1f} ms by the plan; with {what} on disk, {least * 1e3:.1f} or more:", flush=True)
+            tried = _fitted_place(other, budget, cluster)
+            there = _step_by_plan(*tried, cluster).seconds
+        except (RematError, ConfigError, NotImplementedError) as error:
+            print(f"  not so: {error}\n", flush=True)
+            continue
+        print(f"{there * 1e3:.1f} ms by the plan on disk, {here * 1e3:.1f} otherwise\n", flush=True)
+        found = tried if there < here else found
+    return found
 
 
-def _seconds_by_plan(run: RunConfig, sent: int, cluster: Cluster) -> float:
-    """Seconds of a step by the plan: passes, exposed copies of activations, and of the optimizer state.
+def _step_by_plan(run: RunConfig, sent: int, cluster: Cluster) -> LimitedStep:
+    """Predicted step of a run on the devices that are here.
 
     Args:
-        run: with its parameters in memory.
+        run: the run.
         sent: bytes of activations that a micro-batch moves to the host.
         cluster: the devices that are here.
+
+    Raises:
+        ConfigError, NotImplementedError: there is no formula for it.
     """
     import jax
 
-    from jaxllm.plan.capacity_table import FileTraffic, disk_seconds
-    from jaxllm.plan.formulas.device_work import DeviceWork
-    from jaxllm.plan.remat_solver import HostTier
+    from jaxllm.plan.tiers.limited_step import MovedBytes, limited_step
     from jaxllm.train.compile_step import state_bytes_here
-    from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
     from jaxllm.train.run import fitting_mesh
     from jaxllm.train.run_model import run_model
 
-    mesh = fitting_mesh(run, run_model(run), jax.device_count(), jax.default_backend())
-    in_memory = dataclasses.replace(run, disk=dataclasses.replace(run.disk, directory="", bytes=0, host=0))
-    tier = HostTier.of(in_memory, cluster, mesh, 0)
-    flops, forward = (
-        hardware_flops_per_token(run.model, run.data.seq_len),
-        train_flops_per_token(run.model, run.data.seq_len) / 3,
-    )
-    passes = flops * tier.seconds_per_flop + tier.exposed(sent, forward, flops - forward)
-    there = state_bytes_here(run)
-    files = there.disk / jax.local_device_count()
-    state = there.host * tier.seconds_per_byte + disk_seconds(FileTraffic(0, 0, 0, files, 0), cluster.hardware, 0, 0)
-    return DeviceWork.of(with_remat(in_memory, "full"), mesh).micro_batches * passes + state
+    mesh, there = fitting_mesh(run, run_model(run), jax.device_count(), jax.default_backend()), state_bytes_here(run)
+    return limited_step(run, MovedBytes(sent, there.host, there.disk / jax.local_device_count()), mesh, cluster)
+
+
+def _cost_of(run: RunConfig, sent: int, cluster: Cluster | None) -> str:
+    """Cost of a limit: seconds of a step and of one without it; FLOPs, where the rates of the devices are not known.
+
+    Args:
+        run: the run that fits.
+        sent: bytes of activations that a micro-batch moves to the host.
+        cluster: the devices; None: not known.
+    """
+    import jax
+
+    from jaxllm.config import ConfigError
+    from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
+
+    length, why = run.data.seq_len, ""
+    if cluster is not None:
+        try:
+            return str(_step_by_plan(run, sent, cluster))
+        except (ConfigError, NotImplementedError) as error:
+            why = str(error)
+    why = why or f"the rates of {jax.devices()[0].device_kind} are not known: --hardware FILE gives them."
+    ratio = hardware_flops_per_token(run.model, length) / train_flops_per_token(run.model, length)
+    return f"a step has {ratio:.2f} times the FLOPs of one without a limit; no seconds are predicted: {why}"
 
 
 def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
@@ -560,6 +594,18 @@ def _with_persistent_share(
     return run_of(chosen)
 
 
+def _known_here(file: Path | None) -> Cluster | None:
+    """The devices that are here, by their data sheet or an entry of a file; None: neither knows them.
+
+    Raises:
+        HardwareError: the file is illegal.
+    """
+    from jaxllm.plan import hardware
+    from jaxllm.plan.automatic_layout import cluster_here
+
+    return cluster_here(hardware.TABLE if file is None else hardware.read(file))
+
+
 def _cluster_here(file: Path | None) -> Cluster:
     """The devices that are here, by their data sheet or an entry of a file.
 
@@ -570,12 +616,11 @@ def _cluster_here(file: Path | None) -> Cluster:
     import jax
 
     from jaxllm.plan import hardware
-    from jaxllm.plan.automatic_layout import cluster_here
 
-    table = hardware.TABLE if file is None else hardware.read(file)
-    if (found := cluster_here(table)) is None:
+    if (found := _known_here(file)) is None:
         kind = jax.devices()[0].device_kind
         key = kind if re.fullmatch(r"[A-Za-z0-9_-]+", kind) else f'"{kind}"'
+        table = hardware.TABLE if file is None else hardware.read(file)
         raise UsageError(
             f"--host: how long copies to the host take is known of {', '.join(table)}, not of {jax.device_count()} "
             f"times {kind}{'' if file is None else f', and {file} has no entry for them'}: give --hardware FILE whose "

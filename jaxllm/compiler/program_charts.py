@@ -44,6 +44,7 @@ def areas(
     limit: float | None = None,
     loops: Sequence[tuple[int, int, str]] = (),
     names: Sequence[str] = (),
+    foot: str = "",
 ) -> str:
     """Stacked area chart over the steps of a schedule, with a limit as a line and loops as brackets below.
 
@@ -51,7 +52,8 @@ def areas(
         series: values at each step, from the bottom up.
         limit: drawn where it is close to the values.
         loops: (first step, last step, label).
-        names: names of the steps, for the tooltip of the highest one.
+        names: names of the steps; that of the highest one is shown.
+        foot: what the steps are; empty: those of a schedule.
     """
     height, base = 330, 330 - BOTTOM - 22
     steps = max((len(values) for values in series.values()), default=0)
@@ -93,7 +95,8 @@ def areas(
         f"{number(top)} {escape(unit)}{escape(what)}</text>"
     )
     parts += _brackets([(px(a), px(b + 1), label) for a, b, label in loops], base + 6)
-    parts.append(f'<text x="{LEFT}" y="{height - 5}">the schedule, {steps:,} steps, one turn of each loop</text>')
+    said = foot or f"the schedule, {steps:,} steps, one turn of each loop"
+    parts.append(f'<text x="{LEFT}" y="{height - 5}">{escape(said)}</text>')
     return _svg(title, height, "".join(parts))
 
 

@@ -32,7 +32,7 @@ _COLORS = {
     "results": "k6",
     "other": "k7",
 }
-_STYLE = """<style>
+STYLE = """<style>
 polygon{fill:var(--own);stroke:none}.k6{--own:#8795a3}.k7{--own:#a9b4bf}.k8{--own:#c9d1d9}.k9{--own:#cf222e}
 @media (prefers-color-scheme:dark){.k6{--own:#74828f}.k7{--own:#56626d}.k8{--own:#36424d}.k9{--own:#ff6b6b}}
 h3{font-size:.95rem;margin:.3em 0}
@@ -101,7 +101,7 @@ class ProgramReport:
     def html(self) -> str:
         """The report as one HTML page."""
         title = f"{self.report.name} on {self.report.topology}"
-        return page(title, _STYLE + "".join(self._parts()))
+        return page(title, STYLE + "".join(self._parts()))
 
     def _repr_html_(self) -> str:
         """The page in a frame, so that its style and the notebook's do not mix."""

@@ -263,20 +263,20 @@ def file_traffic(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> FileTraffi
 def disk_seconds(traffic: FileTraffic, hardware: Hardware, forward: float, backward: float) -> float:
     """Seconds of a step that files take beside its passes: what these do not hide, and passes that are made again.
 
-    Reads and writes go on at the same time, each at the disk's rate, or the link's if that is slower. Layers are read
-    and written beside the passes; the optimizer state alone is after them.
+    Reads and writes go on at the same time, each at its rate of the disk, or the link's if that is slower. Layers are
+    read and written beside the passes; the optimizer state alone is after them.
 
     Args:
         traffic: bytes of the step.
         hardware: of a device.
         forward, backward: seconds of the passes, recomputation included.
     """
-    rate = min(hardware.disk, hardware.host)
-    back = max(traffic.backward + traffic.saved, traffic.written) / rate
+    read, write = (min(one, hardware.host) for one in (hardware.disk, hardware.disk_write or hardware.disk))
+    back = max((traffic.backward + traffic.saved) / read, traffic.written / write)
     if not traffic.forward:
         return back
-    out = max(traffic.forward, traffic.saved) / rate
-    repeated = max(backward, traffic.again / rate) if traffic.again else 0.0
+    out = max(traffic.forward / read, traffic.saved / write)
+    repeated = max(backward, traffic.again / read) if traffic.again else 0.0
     return max(0.0, out - forward) + max(0.0, back - backward) + repeated
 
 

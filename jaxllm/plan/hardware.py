@@ -16,7 +16,8 @@ Sources. Rates of 8-bit matmuls: the sheets of `jaxllm.compiler.device_peaks`. I
 network of TPUs: jax-ml/scaling-book, roofline and TPU chapters. GPUs: NVIDIA data sheets of A100, H100, H200, B200
 (NVLink, half of the total each way; TDP of SXM modules) and one 200 Gb/s (A100) or 400 Gb/s adapter a GPU (DGX
 systems). Hosts: PCIe x16, generation 4 (A100) and 5; for TPUs it is not published and 16 GB/s are assumed (set host).
-Disks: what hosts have differs, and 3 GB/s are assumed for each device, about one NVMe drive on PCIe 3 (set disk).
+Disks: what hosts have differs, and 3 GB/s are assumed for each device, about one NVMe drive on PCIe 3 (set disk, and
+disk_write where that is slower; or host_disk, which the devices of a host share).
 Host memory: that of DGX systems, two processors of eight channels for eight GPUs (DDR4-3200 of A100, DDR5-4800 of
 H100, -5600 of B200). Watts of TPU v4: arXiv:2304.01433, table 4; none are published for other TPUs. GPUs of 24 GB: data
 sheets, and NVIDIA's whitepapers of GA102 and Ada for RTX 3090 and 4090; without NVLink (an RTX 3090 has it with a
@@ -65,10 +66,13 @@ class Hardware:
         link: bytes/s each way, of one of a TPU's ICI links, or of a GPU to all others of its node (NVLink).
         network: bytes/s each way, of a device to other slices or nodes (DCN).
         host: bytes/s each way, of a device to its host's memory.
-        disk: bytes/s each way, of a device's share of its host's disks.
+        disk: bytes/s read, of a device's share of its host's disks.
         hop: latency in seconds of a message to a neighbour; on GPUs to any device of a node, or of another one.
         tile: matmul dimensions are rounded up to multiples of it.
         like: device kind that programs are compiled for; "" if they cannot be compiled.
+        disk_write: bytes/s written, of that share; None: as fast as they are read.
+        host_disk: bytes/s read of all disks of a host, which its devices share: a ``Cluster`` has their part in
+            ``disk``; None: ``disk`` is given.
         host_memory: bandwidth of the host's memory, a device's share, bytes/s; None where not published.
         watts: power of a device at work; None where not published.
         dollars_per_hour: price of a device; None where there is no list price.
@@ -88,6 +92,8 @@ class Hardware:
     tile: int
     like: str
     disk: float = 3e9
+    disk_write: float | None = None
+    host_disk: float | None = None
     host_memory: float | None = None
     watts: float | None = None
     dollars_per_hour: float | None = None
@@ -97,6 +103,13 @@ class Hardware:
         for name in (*rates, "bandwidth", "hbm_bytes", "link", "network", "host", "disk", "tile"):
             if not getattr(self, name) > 0:
                 raise HardwareError(f"hardware {self.name}: {name} = {getattr(self, name)}; give a positive number.")
+        for name in ("disk_write", "host_disk"):
+            if (rate := getattr(self, name)) is not None and not rate > 0:
+                raise HardwareError(f"hardware {self.name}: {name} = {rate}; give a positive number.")
+
+    def on_hosts(self, devices: int) -> Hardware:
+        """The hardware where so many devices share the disks of a host."""
+        return self if self.host_disk is None else dataclasses.replace(self, disk=self.host_disk / devices)
 
 
 def _known(name: str, link: float, network: float, **more: Any) -> Hardware:
@@ -195,13 +208,15 @@ def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, H
                 f"hardware: {path}: [{name}] is new: name the device kind it extends (like = ...): {', '.join(known)}."
             )
         for field, value in changes.items():
-            if field not in (*fields, *OTHER_FIELDS):
+            if field not in (legal := (*OTHER_FIELDS, *fields)):
                 raise HardwareError(
-                    f"hardware: {path}: [{name}] has no {field!r}.{closest(field, fields)} Legal: {', '.join(fields)}."
+                    f"hardware: {path}: [{name}] has no {field!r}.{closest(field, legal)} Legal: {', '.join(legal)}."
                 )
             if field not in OTHER_FIELDS and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise HardwareError(f"hardware: {path}: [{name}] {field} = {value!r}; give a number.")
         changed = {field: value for field, value in changes.items() if field not in OTHER_FIELDS}
+        if "disk" in changed:
+            changed = {"host_disk": None, **changed}
         if "tiers" in changes:
             changed = _measured(path.parent / str(changes["tiers"]), name) | changed
         known[name] = dataclasses.replace(known[like], name=name, **changed)
@@ -209,10 +224,11 @@ def read(path: Path, table: Mapping[str, Hardware] | None = None) -> dict[str, H
 
 
 def _measured(file: Path, name: str) -> dict[str, float]:
-    """Bytes/s from host memory to a device, and from files, by a file of ``jaxllm bench MODEL --tiers FILE``."""
+    """Bytes/s from host memory to a device, and from the files of a host, by a file of ``jaxllm bench MODEL --tiers
+    FILE``, in which one process reads alone."""
     try:
         found = json.loads(file.read_text())
-        return {"host": float(found["host"]), "disk": float((found["disk_cold"] or found["disk"])[-1])}
+        return {"host": float(found["host"]), "host_disk": float((found["disk_cold"] or found["disk"])[-1])}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise HardwareError(
             f"hardware: [{name}] tiers = {file} has no measured rates ({error!r}); write it with `jaxllm bench MODEL "
@@ -250,7 +266,7 @@ class Cluster:
             raise HardwareError(f"{topology} has no hardware entry to plan for; legal: {', '.join(table)}.")
         form = table[kind].like or "h100"
         topology = Topology.parse(f"{count}{star}{form}{colon}{shape}")
-        return cls(name.strip().lower(), table[kind], topology)
+        return cls(name.strip().lower(), table[kind].on_hosts(devices_of_host(topology)), topology)
 
     @property
     def devices(self) -> int:
@@ -274,6 +290,15 @@ class Cluster:
         return _cluster(hardware, _slices(chips, kind.example.count("x") + 1))
 
 
+def devices_of_host(topology: Topology) -> int:
+    """Devices that share a host: GPUs of a node; of TPUs those of four chips, or of a whole slice of up to 2x4."""
+    if topology.platform == "gpu":
+        return topology.shape[1]
+    chips = math.prod(topology.shape)
+    per_chip = topology.num_devices // (chips * topology.slices)
+    return per_chip * (chips if chips <= 8 and len(topology.shape) == 2 else min(chips, 4))
+
+
 def _slices(chips: int, dimensions: int) -> list[tuple[int, ...]]:
     return sorted({tuple(sorted(sides)) for sides in factorings(chips, dimensions)}, key=max)
 
@@ -284,5 +309,6 @@ def _cluster(hardware: Hardware, shapes: Sequence[tuple[int, ...]]) -> Cluster |
         written = "x".join(map(str, sides))
         with contextlib.suppress(ShardingError):
             topology = Topology.parse(f"{hardware.like or 'h100'}:{written}")
-            return Cluster(f"{hardware.name}:{written}", hardware, topology)
+            shared = hardware.on_hosts(devices_of_host(topology))
+            return Cluster(f"{hardware.name}:{written}", shared, topology)
     return None

@@ -9,8 +9,9 @@ import pytest
 
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.infer.streaming.tier_rates import TierRates
+from jaxllm.plan.capacity_table import FileTraffic, disk_seconds
 from jaxllm.plan.formulas.collective_time import Network
-from jaxllm.plan.hardware import TABLE, UNCOMPILED, Cluster, HardwareError, read
+from jaxllm.plan.hardware import TABLE, UNCOMPILED, Cluster, HardwareError, devices_of_host, read
 from sharding import MeshSpec, ShardingError
 from sharding.topology import GENERATIONS
 
@@ -52,14 +53,45 @@ def test_a_file_takes_measured_rates(tmp_path):
     rates.write(tmp_path / "rates.json")
     (tmp_path / "ours.toml").write_text('[rtx4090]\ntiers = "rates.json"\n[h100]\ntiers = "rates.json"\ndisk = 7e9\n')
     table = read(tmp_path / "ours.toml")
-    assert (table["rtx4090"].host, table["rtx4090"].disk) == (21e9, 2e9)
-    assert (table["h100"].host, table["h100"].disk) == (21e9, 7e9)
+    assert (table["rtx4090"].host, table["rtx4090"].host_disk) == (21e9, 2e9)
+    assert [Cluster.parse(f"rtx4090:{nodes}x4", table).hardware.disk for nodes in (1, 2)] == [2e9 / 4, 2e9 / 4]
+    assert Cluster.parse("rtx4090:1x1", table).hardware.disk == 2e9
+    grown = Cluster.parse("rtx4090:1x1", table).resized(8)
+    assert grown is not None
+    assert grown.hardware.disk == 2e9
+    sized = Cluster.sized(table["rtx4090"], 8)
+    assert sized is not None
+    assert sized.hardware.disk == 2e9 / 8
+    assert (table["h100"].host, Cluster.parse("h100:1x8", table).hardware.disk) == (21e9, 7e9)
     dataclasses.replace(rates, disk_cold=()).write(tmp_path / "rates.json")
-    assert read(tmp_path / "ours.toml")["rtx4090"].disk == 6e9
+    assert read(tmp_path / "ours.toml")["rtx4090"].host_disk == 6e9
     for text in ("{}", "[", '{"host": 1, "disk": [], "disk_cold": []}'):
         (tmp_path / "rates.json").write_text(text)
         with pytest.raises(HardwareError, match=r"rates.json has no measured rates.*--tiers FILE"):
             read(tmp_path / "ours.toml")
+
+
+def test_the_devices_of_a_host_share_its_disks(tmp_path):
+    """GPUs of a node; TPUs of four chips, or of a whole slice of up to eight; a TPU7x chip is two devices."""
+    kinds = {"h100": ("2x8", 8), "v6e": ("2x4", 8), "v5e": ("4x4", 4), "v5p": ("2x2x2", 4), "tpu7x": ("2x2x1", 8)}
+    file = tmp_path / "ours.toml"
+    file.write_text("".join(f"[{kind}]\nhost_disk = 8e9\n" for kind in kinds))
+    table = read(file)
+    for kind, (shape, devices) in kinds.items():
+        assert devices_of_host(Cluster.parse(f"{kind}:{shape}").topology) == devices
+        assert Cluster.parse(f"{kind}:{shape}", table).hardware.disk == 8e9 / devices
+
+
+def test_writes_take_their_own_rate(tmp_path):
+    """Files are read and written at the same time: the slower one counts."""
+    file = tmp_path / "ours.toml"
+    file.write_text("[h100]\ndisk = 6e9\ndisk_write = 2e9\n")
+    ours = read(file)["h100"]
+    traffic = FileTraffic(0, 6e9, 0, 6e9, 0)
+    assert disk_seconds(traffic, ours, 0, 0) == 3.0
+    assert disk_seconds(traffic, dataclasses.replace(ours, disk_write=None), 0, 0) == 1.0
+    streamed = FileTraffic(12e9, 18e9, 4e9, 6e9, 6e9)
+    assert disk_seconds(streamed, ours, 1.0, 2.0) == (2.0 - 1.0) + (22 / 6 - 2.0) + 2.0
 
 
 @pytest.mark.parametrize(
@@ -67,6 +99,8 @@ def test_a_file_takes_measured_rates(tmp_path):
     [
         ("[h800]\nlink = 1e9\n", "name the device kind"),
         ("[v6e]\nlinks = 1e9\n", "Did you mean 'link'?"),
+        ('[v6e]\ntier = "rates.json"\n', "Did you mean 'tiers'? Legal: like, tiers, flops"),
+        ("[v6e]\ndisk_write = -1\n", "disk_write = -1; give a positive number"),
         ('[v6e]\nlink = "fast"\n', "give a number"),
         ("[v6e]\nlink = 0\n", "give a positive number"),
         ("[v6e\n", "is not valid TOML"),

@@ -148,7 +148,9 @@ def test_each_buffer_is_written_once_and_forwarded_ones_are_never_read(tmp_path,
         layers = units[:-1][:: -1 if step % 2 else 1]
         assert said["write"] == [*layers, units[-1]], "each once, in the order of the pass"
         assert sorted(said["read"] + said["forward"]) == units, "and each comes from its file, or from memory"
-        assert len(said["forward"]) == (0 if step == 0 else tier.window - 1), "what the window had at the end of a pass"
+        assert len(said["forward"]) == (0 if step == 0 else tier.window), "what the window had at the end of a pass"
+        assert units[-1] in said["read"], "the state of the ends has a place beside the window, and does not stay"
+        assert said["read"][-1] != units[-1], "it is read while as many layers as have its bytes are updated"
         assert sum(event.bytes for event in log) == sum(
             tier.layouts[unit].size for unit in (*said["read"], *said["write"])
         )

@@ -162,7 +162,7 @@ def test_state_alone_in_files(tmp_path, opened, monkeypatch):
     plain = train(test_disk.config(tmp_path, disk=False, out=tmp_path / "plain", **fields))
     run = test_disk.config(tmp_path, window=2, **fields)
     left = watched(monkeypatch)
-    run = dataclasses.replace(run, disk=dataclasses.replace(run.disk, host=24 * 1024, chunk=4096))
+    run = dataclasses.replace(run, disk=dataclasses.replace(run.disk, host=36 * 1024, chunk=4096))
     read = []
     begin = HostChunks.begin
 

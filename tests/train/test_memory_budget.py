@@ -23,7 +23,7 @@ from jaxllm.train.config import DataConfig
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.saved_inputs import host_inputs
 from jaxllm.train.host_offload import HostConfig
-from jaxllm.train.model_flops import hardware_flops_per_token
+from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from tests import tiny
 from tests.train import runs
 
@@ -82,8 +82,8 @@ def test_what_is_no_budget_is_named(words, message):
     ("words", "message"),
     [
         (["--hardware", "a.toml"], "--hardware FILE gives the rates of the devices"),
-        (["--within", "3", "--hardware", "a.toml"], "it needs --mesh auto, or --host SIZE with --within SIZE"),
-        (["--disk=/a:2", "--host", "3", "--hardware=a.toml"], "it needs --mesh auto, or --host SIZE"),
+        (["--within", "3", "--hardware", "missing.toml"], "hardware: cannot read missing.toml"),
+        (["--disk=/a:2", "--host", "3", "--hardware=a.toml"], "it needs --mesh auto, or --within SIZE (or --fit)"),
         (["--fit", "--host", "3", "--hardware"], "--hardware: give the file"),
         (["--mesh", "auto", "--hardware="], "--hardware: give the file"),
     ],
@@ -274,7 +274,7 @@ def test_state_is_on_disk_where_recomputation_beside_the_host_is_slower(
     assert bool(fitted.disk.directory) == on_disk
     assert fitted.host.optimizer != on_disk
     assert ("ms by the plan on disk" in said) == on_disk
-    seconds = memory_budget._seconds_by_plan(fitted, 0, slow)
+    seconds = memory_budget._step_by_plan(fitted, 0, slow).seconds
     other = dataclasses.replace(
         run, host=HostConfig() if fitted.host.optimizer else HostConfig(optimizer=True, persistent=0.5)
     )
@@ -282,7 +282,7 @@ def test_state_is_on_disk_where_recomputation_beside_the_host_is_slower(
         other = dataclasses.replace(other, disk=DiskConfig(*disk))
     remats = ("attention", "full") if on_disk else ("full", "attention")
     assert fitted.model.remat == remats[0]
-    assert seconds < memory_budget._seconds_by_plan(memory_budget.with_remat(other, remats[1]), 0, slow)
+    assert seconds < memory_budget._step_by_plan(memory_budget.with_remat(other, remats[1]), 0, slow).seconds
     assert fitted_here(run, MemoryBudget(BASE - STATE // 2 << 20, STATE // 2 << 20)).host.optimizer
 
 
@@ -317,7 +317,7 @@ def test_what_cannot_be_fitted_is_named(measured, finished):
         fitted_here(run, MemoryBudget(1 << 30, 1 << 30))
 
 
-def test_a_hardware_file_gives_the_rates_of_devices_without_a_data_sheet(measured, tmp_path, monkeypatch):
+def test_a_hardware_file_gives_the_rates_of_devices_without_a_data_sheet(measured, tmp_path, monkeypatch, capsys):
     """Copies to the host are timed by the file's entry of the CPU."""
     taken, whole = [], HostTier.of
 
@@ -331,7 +331,30 @@ def test_a_hardware_file_gives_the_rates_of_devices_without_a_data_sheet(measure
     file.write_text('[cpu]\nlike = "h100"\nflops = 1e11\nbandwidth = 2e10\nhost = 1e10\n')
     words = ["--within", "1GiB", "--host", "2GiB", "--hardware", str(file)]
     assert cli.main(["train", "quickstart", "--model.layers", "4", *words]) == 0
-    assert taken == [("cpu:1x8", 1e10, 2 << 30)]
+    assert taken[0] == ("cpu:1x8", 1e10, 2 << 30)
+    assert "1.00 times as long as without a limit" in capsys.readouterr().out
+
+
+def test_a_limit_says_what_it_costs(measured, finished, tmp_path, capsys):
+    """Predicted seconds and their parts by the rates of a hardware file, which needs no --host; without rates FLOPs."""
+    file = tmp_path / "cpu.toml"
+    file.write_text('[cpu]\nlike = "h100"\nflops = 1e11\nflops_float32 = 1e11\nbandwidth = 2e12\n')
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    budget = MemoryBudget(BASE << 20, None, None, file)
+    fitted = fitted_here(run, budget)
+    assert fitted.model.remat == "full"
+    said = capsys.readouterr().out
+    cluster = memory_budget._known_here(file)
+    assert cluster is not None
+    step = memory_budget._step_by_plan(fitted, 0, cluster)
+    assert str(step) in said
+    assert step.recomputed > 0
+    assert step.seconds == step.unlimited + step.recomputed
+    assert fitted_here(run, budget._replace(hardware=None)) == fitted
+    ratio = hardware_flops_per_token(fitted.model, run.data.seq_len) / train_flops_per_token(
+        run.model, run.data.seq_len
+    )
+    assert f"a step has {ratio:.2f} times the FLOPs of one without a limit" in capsys.readouterr().out
 
 
 def test_devices_say_what_fits(measured, finished, monkeypatch):

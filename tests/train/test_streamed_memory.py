@@ -7,15 +7,17 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxllm.data import Prefetcher
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.io_timeline import IoSpan, IoTimeline, merged, timed
-from jaxllm.train.disk.layer_stream_step import LayerStreamStep
+from jaxllm.train.disk.layer_stream_step import Dispatched, LayerStreamStep
 from jaxllm.train.disk.streamed_bytes import LayerBytes, peak_of_layers
 from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.run import Run
@@ -62,6 +64,37 @@ def test_the_hidden_share_by_hand():
     assert "4000.0 ms, 1.0 MiB" in page
     assert page.count("<rect") == 4
     assert IoTimeline().hidden() == 1
+
+
+def test_a_program_begins_when_it_is_dispatched():
+    """Also one that is done when the call that dispatches it returns, as small programs on a CPU are."""
+
+    def program(x):
+        time.sleep(0.05)
+        return x, x + 1
+
+    given = jax.block_until_ready(jnp.zeros(3))
+    for watched in (None, 1):
+        line = IoTimeline()
+        before = time.monotonic()
+        found = Dispatched(line).run(program if watched else lambda x: program(x)[1], given, watched=watched)
+        line.finish()
+        assert (found[1] if watched else found).tolist() == [1, 1, 1]
+        (span,) = line.spans
+        assert span.begin - before < 0.05
+        assert span.end - span.begin >= 0.05
+
+
+def test_a_program_that_fails_ends_the_timeline():
+    """Its span is not known, so the hidden share would be wrong: a donated result, and an error of the program."""
+    donated = jnp.zeros(3)
+    donated.delete()
+    line = IoTimeline()
+    line.dispatched(donated, time.monotonic())
+    line.dispatched(jnp.zeros(3), time.monotonic())
+    with pytest.raises(RuntimeError, match="deleted"):
+        line.finish()
+    assert len(line.spans) == 1
 
 
 @pytest.mark.drawn(0.3)

@@ -10,6 +10,7 @@ one to the next, so that they are updated in place. The result is that of ``trai
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -194,9 +195,10 @@ class DiskStep:
         files, programs = self._files, self._programs
         batch = batch if self._score is None else self._score(state.params, batch)
         resident = replace(state, opt_state=())
+        begin = time.monotonic()
         sums, grads, norms, amax = programs.gradients(resident, batch)
         if self.timeline is not None:
-            self.timeline.dispatched(norms)
+            self.timeline.dispatched(norms, begin)
         params, before = state.params, files.kept_of(state.opt_state)
         counters, squares = before, [None] * len(files.units)
         order = files.order(self._backwards)
@@ -208,6 +210,7 @@ class DiskStep:
             unit = files.units[number]
             rows = files.placed(number, files.tier.take(number))
             parts = part_of(params, unit.segment), part_of(grads, unit.segment)
+            begin = time.monotonic()
             part, new, counters, squares[number] = programs.updates[unit.segment](
                 *parts, norms[1], before, rows, np.int32(unit.row)
             )
@@ -216,7 +219,7 @@ class DiskStep:
             params = merged_parts(params, part)
             files.give(number, new)
             if self.timeline is not None:
-                self.timeline.dispatched(squares[number])
+                self.timeline.dispatched(squares[number], begin)
             del rows, new, parts, part
         del grads
         ends = _ends_of(resident)

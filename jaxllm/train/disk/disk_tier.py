@@ -5,11 +5,13 @@ the next ones are (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2). A unit that 
 pass asks for it, written already or in flight, is forwarded from memory and never read; each buffer is written once
 in a pass (the forwarding and deduplication of SSDTrain, arXiv:2408.10013). A pass may also only read: a unit that is
 released as it was is not written. Chunks of the files may stay in the host's memory longer than the window has them
-(``host_chunks``); what is there is not read.
+(``host_chunks``); what is there is not read. Units that are larger than others may have a place of their own beside the
+window, so that they are read while as many other units as have their bytes are updated.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import Counter
@@ -110,6 +112,7 @@ class DiskTier:
     Attributes:
         chunks: of the files that stay in the host's memory; None: none do.
         clock: measures reads and writes; of several tiers together, if they share it.
+        aside: units with a place of their own beside the window.
         log: I/O log, in the order of calls; None: none is kept.
         moved: bytes read and written so far, by ``IoEvent.what``.
         waited: seconds that calls have waited for the disk so far.
@@ -126,6 +129,7 @@ class DiskTier:
     moved: Counter[str] = field(default_factory=Counter)
     waited: float = 0.0
     clock: DiskClock = field(default_factory=DiskClock)
+    aside: frozenset[int] = frozenset()
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _coming: list[int] = field(default_factory=list)
     _spare: list[np.ndarray] = field(default_factory=list)
@@ -135,6 +139,9 @@ class DiskTier:
         self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")
         self._waiters = ThreadPoolExecutor(THREADS, "disk-tier-wait")
+        others = [layout.size for unit, layout in enumerate(self.layouts) if unit not in self.aside]
+        mean = max(1.0, sum(others) / max(1, len(others)))
+        self._ahead = {unit: self.window + math.ceil(self.layouts[unit].size / mean) for unit in self.aside}
 
     @property
     def bytes(self) -> int:
@@ -159,7 +166,8 @@ class DiskTier:
         if unit in self._slots and not self._slots[unit].kept:
             self._evict(unit)
         if unit not in self._slots:
-            self._make_room(wait=True)
+            if unit not in self.aside:
+                self._make_room(wait=True)
             self._start_read(unit)
         elif self._slots[unit].stored is not None:
             self._record("forward", unit, 0)
@@ -255,7 +263,8 @@ class DiskTier:
         start = time.monotonic()
         if unit in self._slots:
             self._evict(unit)
-        self._make_room(wait=True)
+        if unit not in self.aside:
+            self._make_room(wait=True)
         self.waited += time.monotonic() - start
         empty: Future[None] = Future()
         empty.set_result(None)
@@ -303,12 +312,28 @@ class DiskTier:
         return self.chunks.parts(unit, buffer, self.chunks.host.gave(self.chunks.numbers[unit], new))
 
     def _read_ahead(self) -> None:
-        for unit in self._coming[: self.window]:
+        for unit, ahead in self._ahead.items():
+            if unit in self._coming[:ahead]:
+                self._read_aside(unit)
+        for unit in self._coming_soon():
             if unit in self._slots and self._slots[unit].kept:
                 continue
             if unit in self._slots or not self._make_room():  # in the first case it is written and given up soon
                 return
             self._start_read(unit)
+
+    def _read_aside(self, unit: int) -> None:
+        """Reads a unit that has a place of its own, unless it is there, or is still being written."""
+        slot = self._slots.get(unit)
+        if slot is not None:
+            if slot.kept or not all(one is None or one.done() for one in (slot.ready, slot.stored, slot.unused)):
+                return
+            self._evict(unit)
+        self._start_read(unit)
+
+    def _coming_soon(self) -> list[int]:
+        """Units that the window is for, in the order of the pass."""
+        return [unit for unit in self._coming[: self.window + len(self.aside)] if unit not in self.aside][: self.window]
 
     def _make_room(self, wait: bool = False) -> bool:
         """Frees a place of the window, the oldest first; whether there is one.
@@ -316,10 +341,11 @@ class DiskTier:
         Which unit leaves depends on the order of the pass alone, and not on the time that the disk takes, so that what
         is read is known beforehand.
         """
-        if len(self._slots) < self.window:
+        inside = {unit: slot for unit, slot in self._slots.items() if unit not in self.aside}
+        if len(inside) < self.window:
             return True
-        near = [unit for unit in self._coming[: self.window] if unit in self._slots and self._slots[unit].kept]
-        free = [unit for unit, slot in self._slots.items() if not slot.taken]
+        near = [unit for unit in self._coming_soon() if unit in inside and inside[unit].kept]
+        free = [unit for unit, slot in inside.items() if not slot.taken]
         away = [unit for unit in free if unit not in near]
         if wait:
             return self._evict(away[0] if away else max(free, key=near.index))

@@ -12,13 +12,13 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxllm.train.disk.chunk_schedule import ChunkEvent, ChunkSchedule, KeptChunks, replayed_loads
-from jaxllm.train.disk.state_file import DiskTierError, FileLayout
+from jaxllm.train.disk.state_file import DiskTierError, FileLayout, buffer_bytes
 
 RECORDED = 2
 """Periods that are recorded: in the first one nothing is in the window at the beginning."""
@@ -64,17 +64,18 @@ class HostChunks:
         self._live: Callable[[], int] | None = None
         self._steps = 0
 
-    def of(self, layouts: Sequence[FileLayout], window: int) -> TierChunks:
+    def of(self, layouts: Sequence[FileLayout], window: int, aside: Collection[int] = ()) -> TierChunks:
         """Chunks of a tier's files.
 
         Args:
             layouts: of the files.
             window: files whose contents the tier has in memory, which is counted with everything else.
+            aside: files whose contents have a place of their own beside the window, counted too.
 
         Raises:
             DiskTierError: there is no room beside these.
         """
-        self._buffers += sum(sorted((layout.size for layout in layouts), reverse=True)[:window])
+        self._buffers += buffer_bytes(layouts, window, aside)
         self._check(0)
         firsts = []
         for layout in layouts:

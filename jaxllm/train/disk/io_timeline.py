@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,7 @@ class IoTimeline(DiskClock):
         super().__init__()
         self.spans: list[IoSpan] = []
         self._watcher = ThreadPoolExecutor(1, "io-timeline")
+        self._watched: list[Future[None]] = []
         self._ended, self._adding = 0.0, threading.Lock()
 
     @contextlib.contextmanager
@@ -58,13 +59,24 @@ class IoTimeline(DiskClock):
             yield
         self._add(IoSpan(what, begin, time.monotonic(), size))
 
-    def dispatched(self, result: Any) -> None:
-        """A program was dispatched whose result, which is not donated, is given."""
-        self._watcher.submit(self._watch, result, time.monotonic())
+    def dispatched(self, result: Any, begin: float) -> None:
+        """A program was dispatched.
+
+        Args:
+            result: of it, that is not donated.
+            begin: of the call that dispatched it, by ``time.monotonic``; small programs may be done when it returns.
+        """
+        self._watched.append(self._watcher.submit(self._watch, result, begin))
 
     def finish(self) -> None:
-        """Waits for all programs."""
+        """Waits for all programs.
+
+        Raises:
+            Exception: that of the first program that failed, or whose result was donated: its span is not known.
+        """
         self._watcher.shutdown()
+        for one in self._watched:
+            one.result()
 
     def hidden(self) -> float:
         """Share of the seconds with a read or a write in which a program computed; 1 without reads and writes."""

@@ -12,6 +12,7 @@ norm.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,13 +45,23 @@ class Dispatched:
         self._results: deque[Any] = deque()
         self._timeline = timeline
 
-    def add(self, result: Any) -> None:
-        """Counts a program whose result, which is not donated, is given."""
+    def run(self, program: Callable[..., Any], *given: Any, watched: int | None = None) -> Any:
+        """Dispatches a program, counts it, and returns its results.
+
+        Args:
+            program: compiled.
+            given: its arguments.
+            watched: place of a result that no later program is given to overwrite (donated); None: there is one result.
+        """
+        begin = time.monotonic()
+        results = program(*given)
+        result = results if watched is None else results[watched]
         self._results.append(result)
         if self._timeline is not None:
-            self._timeline.dispatched(result)
+            self._timeline.dispatched(result, begin)
         if len(self._results) > IN_FLIGHT:
             jax.block_until_ready(self._results.popleft())
+        return results
 
     def waiting(self) -> Any:
         """Function that returns when the programs that have been dispatched so far are done."""
@@ -112,8 +123,7 @@ class LayerStreamStep:
         hidden: list[jax.Array] = []
         tallies: list[Any] = []
         for micro in micros:
-            x, tally = programs.embed(ends, micro)
-            running.add(x)
+            x, tally = running.run(programs.embed, ends, micro, watched=0)
             hidden.append(x if alone else to_host(x))
             tallies.append(tally)
         waiting = 0 if alone else 2 * sum(map(local_bytes, hidden))  # hidden states, and one more of each on its way
@@ -124,15 +134,17 @@ class LayerStreamStep:
                 for i in reversed(range(len(micros))):
                     saved.put(number, i, hidden[i])
                 for i, micro in enumerate(micros):
-                    x, tallies[i] = programs.forward[unit.segment](rows, to_device(hidden[i]), tallies[i], micro, first)
-                    running.add(x)
+                    given = rows, to_device(hidden[i]), tallies[i], micro, first
+                    x, tallies[i] = running.run(programs.forward[unit.segment], *given, watched=0)
+                    del given
                     hidden[i] = x if alone else to_host(x)
                 params.tier.release(number, running.waiting())
                 del rows
         found, grads_of = programs.head_zeros(), []
         for i, micro in enumerate(micros):
-            found, dx = programs.head(ends, to_device(hidden[i]), tallies[i], micro, total, found)
-            running.add(dx)
+            given = ends, to_device(hidden[i]), tallies[i], micro, total, found
+            found, dx = running.run(programs.head, *given, watched=1)
+            del given
             grads_of.append(dx if alone else to_host(dx))
         sums, end_grads = found
         del hidden, tallies, found
@@ -142,8 +154,7 @@ class LayerStreamStep:
         norm, squares = None, []
 
         def measure(number: int, rows: Any, grads: Any) -> None:
-            squares.append(programs.squared[params.units[number].segment](grads))
-            running.add(squares[-1])
+            squares.append(running.run(programs.squared[params.units[number].segment], grads))
             params.tier.release(number, running.waiting())
 
         if programs.norm is not None:
@@ -159,8 +170,8 @@ class LayerStreamStep:
             unit = params.units[number]
             state_unit = self._numbers.get(unit)
             arrays = [] if state_unit is None else files.placed(state_unit, files.tier.take(state_unit))
-            new, arrays, counters, norms[number] = programs.update[unit.segment](rows, grads, before, arrays, norm)
-            running.add(norms[number])
+            given = rows, grads, before, arrays, norm
+            new, arrays, counters, norms[number] = running.run(programs.update[unit.segment], *given, watched=3)
             params.give(number, new)
             if state_unit is not None:
                 files.give(state_unit, arrays)
@@ -169,9 +180,7 @@ class LayerStreamStep:
             last = self._backward(micros, total, grads_of, running, update, final=True)
         if norm is None:
             end_grads = self._with_lookups(ends, micros, last, end_grads)
-        ends, counters, norms[-1] = self._update_ends(ends, end_grads, before, norm)
-        if self.timeline is not None:
-            self.timeline.dispatched(norms[-1])
+        ends, counters, norms[-1] = self._update_ends(ends, end_grads, before, norm, running)
 
         resident = replace(state, params=(), opt_state=())
         step, extras, metrics = programs.finish(resident, counters, sums, norms)
@@ -213,8 +222,9 @@ class LayerStreamStep:
             grads = programs.layer_zeros[unit.segment]()
             for i, micro in enumerate(micros):
                 x, dx = self.inputs.take(number, i), to_device(grads_of[i])
-                grads, dx = programs.backward[unit.segment](rows, x, micro, dx, total, first, grads)
-                running.add(dx)
+                given = rows, x, micro, dx, total, first, grads
+                grads, dx = running.run(programs.backward[unit.segment], *given, watched=1)
+                del given
                 self.inputs.drop(number, i, running.waiting(), final)
                 grads_of[i] = dx if alone else to_host(dx)
             use(number, rows, grads)
@@ -227,11 +237,11 @@ class LayerStreamStep:
             grads = self._programs.lookup(ends, micro, to_device(dx), grads)
         return grads
 
-    def _update_ends(self, ends: Any, grads: Any, before: Any, norm: Any) -> tuple[Any, Any, Any]:
+    def _update_ends(self, ends: Any, grads: Any, before: Any, norm: Any, running: Dispatched) -> tuple[Any, Any, Any]:
         files = self._files
         number = next((n for n, unit in enumerate(files.units) if not unit.segment), None)
         arrays = [] if number is None else files.placed(number, files.tier.take(number))
-        ends, arrays, counters, norms = self._programs.ends(ends, grads, before, arrays, norm)
+        ends, arrays, counters, norms = running.run(self._programs.ends, ends, grads, before, arrays, norm, watched=3)
         if number is not None:
             files.give(number, arrays)
         return ends, counters, norms

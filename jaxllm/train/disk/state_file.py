@@ -12,7 +12,7 @@ import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +151,18 @@ def bypass_page_cache(handle: int) -> None:
 
     with contextlib.suppress(OSError):
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+
+
+def buffer_bytes(layouts: Sequence[FileLayout], window: int, aside: Collection[int] = ()) -> int:
+    """Most bytes of buffers with the contents of files.
+
+    Args:
+        layouts: of the files.
+        window: files that have one at a time.
+        aside: numbers of files that have one of their own beside the window.
+    """
+    others = sorted((one.size for number, one in enumerate(layouts) if number not in aside), reverse=True)
+    return sum(others[:window]) + sum(layouts[number].size for number in aside)
 
 
 def padded(size: int) -> int:

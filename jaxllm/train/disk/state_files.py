@@ -25,7 +25,7 @@ from jaxllm.config import ConfigError
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
 from jaxllm.train.disk.host_chunks import HostChunks
-from jaxllm.train.disk.state_file import FileLayout, StateFile
+from jaxllm.train.disk.state_file import FileLayout, StateFile, buffer_bytes
 
 Index = tuple[slice, ...]
 
@@ -228,8 +228,8 @@ class StateFiles:
     @functools.cached_property
     def tier(self) -> DiskTier:
         """The files, made when they are first needed."""
-        chunks = None if self.chunks is None else self.chunks.of(self._layouts, self.window)
-        return DiskTier(Path(self._config.directory), self._layouts, self.window, chunks)
+        chunks = None if self.chunks is None else self.chunks.of(self._layouts, self.window, self.aside)
+        return DiskTier(Path(self._config.directory), self._layouts, self.window, chunks, aside=self.aside)
 
     @property
     def bytes(self) -> int:
@@ -237,9 +237,14 @@ class StateFiles:
         return sum(layout.size for layout in self._layouts)
 
     @property
+    def aside(self) -> frozenset[int]:
+        """Units with a place of their own beside the window: what is outside of layers, which is large."""
+        return frozenset(number for number, unit in enumerate(self.units) if not unit.segment)
+
+    @property
     def window_bytes(self) -> int:
-        """Most bytes of the host's memory that files in the window take."""
-        return sum(sorted((layout.size for layout in self._layouts), reverse=True)[: self.window])
+        """Most bytes of the host's memory that files in the window take, and beside it what is outside of layers."""
+        return buffer_bytes(self._layouts, self.window, self.aside)
 
     def leaves(self) -> Any:
         """The state with ``DiskLeaf`` in the place of arrays in files, and the abstract leaves that stay in memory."""

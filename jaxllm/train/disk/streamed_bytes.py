@@ -34,7 +34,8 @@ def step_traffic(
 
     Each layer is asked for twice, forward and backward, and its optimizer state once; what the window still has is not
     read. At either turn that is the parameters of ``window`` layers. The window of the optimizer state ends a step with
-    the first layers, and begins one with the last ones.
+    the first layers, and begins one with the last ones. That outside of layers has a place beside the window, and is
+    read in each step.
 
     Args:
         params, files: of parameters and optimizer state.
@@ -45,12 +46,13 @@ def step_traffic(
     sizes, window = [params.layout(n).size for n in range(len(params.units))], params.window
     layers = [files.layout(n).size for n, unit in enumerate(files.units) if unit.segment]
     ends = [files.layout(n).size for n, unit in enumerate(files.units) if not unit.segment]
-    kept = min(window - len(ends), len(layers))
+    kept = min(window, len(layers))
     states = sum(layers) - sum(layers[max(0, len(layers) - window) : kept])
     read = sum(sizes[window:]) + sum(sizes[: max(0, len(sizes) - window)]) + states + sum(ends)
     read += sum(inputs[: max(0, len(inputs) - window)])
     if clipped:  # from the first layers, which the window has after a backward pass, to the last ones again
-        read += sum(sum(one) - sum(one[max(0, len(one) - window) : window]) for one in (sizes, inputs))
+        # What it has of them is in both windows, at least as many as overlap; of unequal layers it may be the smallest.
+        read += sum(sum(one) - sum(sorted(one)[: max(0, 2 * window - len(one))]) for one in (sizes, inputs))
     return StepTraffic(read, sum(sizes) + sum(layers) + sum(ends) + sum(inputs))
 
 

@@ -67,8 +67,7 @@ class StreamedEvaluator(Evaluator):
             rows = files.placed(number, files.tier.take(number))
             first = np.int32(self._of.layer_of(unit))
             for i, batch in enumerate(batches):
-                x = self._forward[unit.segment](rows, to_device(hidden[i]), batch, first)
-                running.add(x)
+                x = running.run(self._forward[unit.segment], rows, to_device(hidden[i]), batch, first)
                 hidden[i] = to_host(x)
             files.tier.release(number, running.waiting())
         return [self._head(ends, to_device(x), batch) for x, batch in zip(hidden, batches, strict=True)]

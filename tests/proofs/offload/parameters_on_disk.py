@@ -65,7 +65,11 @@ def streamed_layers_are_resident(seed: int) -> dict[str, float]:
     layers, window, experts = rng.randint(1, 7), rng.randint(2, 5), seed % 3 == 0
     fields: dict[str, Any] = {"clip_norm": rng.choice([None, 0.5])}
     fields |= {"kind": rng.choice(["adamw", "adafactor", "sgd"]), "accumulate": rng.choice([1, 2])}
-    fields["mesh"] = rng.choice(["fsdp=4,context=2", "fsdp=2,tensor=2,data=2", "tensor=2,fsdp=4"])
+    meshes = ["fsdp=4,context=2", "fsdp=2,tensor=2,data=2", "tensor=2,fsdp=4"]
+    if experts:
+        meshes = ["fsdp=4,context=2", "expert=2,fsdp=4", "expert=2,fsdp=2,tensor=2", "expert=4,data=2"]
+        fields["batch_size"] = 16
+    fields["mesh"] = rng.choice(meshes)
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         plain = train(run(here, layers, DiskConfig(), experts=experts, out=here / "plain", **fields))

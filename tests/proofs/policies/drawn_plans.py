@@ -1,20 +1,29 @@
-"""Plans of what is kept, computed again or moved to the host, drawn on every kind of mesh: gradients of one device."""
+"""Plans of what is kept, computed again or moved, and where optimizer state is, drawn on every kind of mesh."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from hypothesis import strategies as st
 
-from jaxllm.models.remat import VALUES, save_policy
+from jaxllm.models.remat import VALUES, parse, save_policy
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig
+from jaxllm.train.combinations import refused
+from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.disk_step import DiskStep, compiled_programs, lowered_programs
+from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.outer.config import OuterConfig
 from jaxllm.train.run import build_value_and_grad
-from sharding import shardings_of
+from jaxllm.train.step.step_builder import build_disk_step, init_run_state
+from sharding import MeshSpec, shardings_of
 from tests import quick, tiny
 from tests.proofs.harness import proof
 from tests.train.outer_runs import batch_at, parts_of, run_of
@@ -33,10 +42,14 @@ MESHES = (
 POLICIES = ("none", "elementwise", "attention", "full")
 OF_STAGES = ("none", "elementwise", "full")
 MOVED = ("offload", "offload:0.25", "offload:0.5")
+STATES = ("device", "host", "disk")
+STEPS = 2
 
 
 class DrawnPlan(NamedTuple):
-    """Plan of a run: family, mesh, remat policies by layers, micro-batches, and share offloaded by stages."""
+    """Plan of a run: family, mesh, remat policies by layers, micro-batches, share offloaded by stages, and the place of
+    its optimizer state.
+    """
 
     family: str
     mesh: str
@@ -44,12 +57,30 @@ class DrawnPlan(NamedTuple):
     accumulate: int
     offload: float
     seed: int
+    state: str = "device"
 
-    def run(self) -> RunConfig:
-        """The run with this plan."""
+    def run(self, folder: str = "files") -> RunConfig:
+        """The run with this plan; files of its state are in a folder."""
         model = tiny.decoder(layers=LAYERS, kv_heads=4, remat=self.remat, **FAMILIES[self.family])
-        parallel = ParallelConfig(offload=self.offload)
-        return run_of(self.mesh, OuterConfig(), model=model, accumulate=self.accumulate, parallel=parallel)
+        return run_of(
+            self.mesh,
+            OuterConfig(),
+            model=model,
+            accumulate=self.accumulate,
+            parallel=ParallelConfig(offload=self.offload),
+            host=HostConfig(optimizer=self.state == "host"),
+            disk=DiskConfig(folder, window=2) if self.state == "disk" else DiskConfig(),
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer computes something again."""
+        return any(policy != "none" for policy, _ in parse(self.remat))
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the table of combinations has nothing against it."""
+        return not refused(self.run(), dict(MeshSpec.parse(self.mesh).axes), "cpu")
 
 
 def placed(family: str) -> st.SearchStrategy[str]:
@@ -85,7 +116,8 @@ def plans(draw: st.DrawFn) -> DrawnPlan:
         remat = ",".join(f"{draw(one)}={n}" for n in counts)
     accumulate = draw(st.sampled_from((2, 4) if staged else (1, 2)))
     offload = draw(st.sampled_from((0.0, 0.5, 1.0))) if staged and remat == "none" else 0.0
-    return DrawnPlan(family, mesh, remat, accumulate, offload, draw(st.integers(0, 3)))
+    plan = DrawnPlan(family, mesh, remat, accumulate, offload, draw(st.integers(0, 3)))
+    return draw(st.sampled_from([one for state in STATES if (one := plan._replace(state=state)).allowed]))
 
 
 def loss_and_grads(plan: DrawnPlan) -> tuple[float, Any]:
@@ -100,14 +132,93 @@ def loss_and_grads(plan: DrawnPlan) -> tuple[float, Any]:
         return float(sums.loss / sums.count), jax.device_get(grads)
 
 
+def stepped(plan: DrawnPlan) -> tuple[Any, list[Any]]:
+    """Parameters and optimizer state after two steps of AdamW under a plan, in the host's memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = plan.run(folder)
+        model, transform, mesh, abstract, step = parts_of(run)
+        there = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
+        batches = [jax.device_put(batch_at(plan.seed + number), there) for number in range(STEPS)]
+        files = None
+        with jax.set_mesh(mesh):
+            params = jax.device_put(quick.params(run.model, plan.seed), shardings_of(abstract.params))
+            if plan.state == "disk":
+                files = StateFiles(run.disk, abstract.opt_state)
+                abstract = dataclasses.replace(abstract, opt_state=files.leaves())
+                programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, files)
+                given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), batches[0])
+                step = DiskStep(
+                    compiled_programs(lowered_programs(programs, abstract, given, files), quick.OPTIONS), files
+                )
+            else:
+                step = quick.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))
+            state = init_run_state(run, model, transform, mesh, abstract, params, files)
+            for batch in batches:
+                state, _ = step(state, batch)
+            if files is None:
+                return jax.device_get(state.params), [np.asarray(x) for x in jax.tree.leaves(state.opt_state)]
+            leaves = jax.tree.leaves(files.leaves())
+            restored = iter(files.kept_of(state.opt_state))
+            found = [np.asarray(next(restored)) if n in files.kept else values(x) for n, x in enumerate(leaves)]
+            return jax.device_get(state.params), found
+
+
+def values(leaf: Any) -> np.ndarray:
+    """Values of an array that is in files, as a checkpoint has them."""
+    whole = np.zeros(leaf.shape, leaf.dtype)
+    files = leaf.owner.tier.freeze()
+    for row, (unit, shards) in enumerate(leaf.owner.rows_of(leaf.number)):
+        for number, index in enumerate(shards.parts):
+            part = files[unit].read_part(shards.first + number).view(shards.dtype).reshape(shards.part_shape)
+            place = (slice(row, row + 1), *index[1:]) if leaf.owner.units[unit].segment else index
+            whole[place] = part
+    return whole
+
+
+def differing(one: Any, other: Any) -> float:
+    """Number of arrays of two trees that differ in a bit."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return float(sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs))
+
+
+@functools.cache
+def stepped_on_one_device(family: str, seed: int) -> tuple[Any, list[Any]]:
+    """Parameters and optimizer state with everything kept, on the device."""
+    return stepped(DrawnPlan(family, ALONE, "none", 1, 0.0, seed))
+
+
 @functools.cache
 def of_one_device(family: str, seed: int) -> tuple[float, Any]:
     """Loss and gradients with everything kept."""
     return loss_and_grads(DrawnPlan(family, ALONE, "none", 1, 0.0, seed))
 
 
-@proof("policies", count=100, sample=1, strategy=plans(), float64=True, bound={"loss": 1e-10, "grads": 1e-10})
+@proof(
+    "policies",
+    count=100,
+    sample=1,
+    strategy=plans(),
+    float64=True,
+    bound={"loss": 1e-10, "grads": 1e-10, "state": 1e-10, "bits": 0.0},
+    counts=("state_moved", "bits_compared"),
+)
 def plans_are_one_device(plan: DrawnPlan) -> dict[str, float]:
-    """Loss and gradients under a drawn plan, against those of one device that keeps everything."""
+    """Loss and gradients under a drawn plan, against those of one device that keeps everything. Where the optimizer
+    state is on the host or on disk, also parameters and state after two steps. Where nothing is recomputed, and
+    activations or state are moved: arrays of gradients, parameters and state that differ in a bit from those of the
+    same plan with nothing moved."""
     (loss, grads), (want, wanted) = loss_and_grads(plan), of_one_device(plan.family, plan.seed)
-    return {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}
+    errors = {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted), "state": 0.0, "bits": 0.0}
+    moved = plan.state != "device"
+    found: Any = None
+    if moved:
+        found = stepped(plan)
+        errors["state"] = tiny.leaf_error(list(found), list(stepped_on_one_device(plan.family, plan.seed)))
+    compared = not plan.recomputes and (moved or plan.offload > 0)
+    if compared:
+        still = plan._replace(offload=0.0, state="device")
+        if plan.offload:
+            errors["bits"] += differing(grads, loss_and_grads(still)[1])
+        if moved:
+            errors["bits"] += differing(found, stepped(still))
+    return errors | {"state_moved": float(moved), "bits_compared": float(compared)}

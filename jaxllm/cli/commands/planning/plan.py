@@ -90,18 +90,21 @@ def plan(argv: list[str]) -> int:
             save: recipe file (FILE.py) to write for the first layout, or for the explained one.
             json: JSON file to write the results to.
             html: page to write about the compiled program of the explained layout: live bytes over the step on the
-                device and in its host's memory, timeline, roofline, collectives.
+                device and in its host's memory, timeline, roofline, collectives. Of a layout with files, by formula:
+                live bytes of device, host and disk, and when files are read and written.
             tokens: number of training tokens, such as 15e12, to estimate time and cost for.
             hardware: TOML or JSON file that changes or adds kinds of hardware.
             calibrate: directory of a run on such devices, whose profile gives the achieved shares of the data sheet.
             documents: file of document lengths, in tokens, one for each of a sample of documents: a batch is drawn from
                 them, attention is predicted for its documents, and context by need is searched too.
             host: memory of the host for each device, such as 64GiB: the optimizer state may be there, and activations.
+                With --as-is and --model.remat offload: what the share of tokens is computed for.
             disk: directory and bytes of it for each device, such as /mnt/nvme:2TiB: the optimizer state may be in
                 files, and layers with their inputs. Their rate is that of --hardware (disk), else 3 GB/s.
             as_is: predict the run's own mesh and settings instead of searching.
         """
         from jaxllm.files import write_json
+        from jaxllm.models.remat import offloaded_share
         from jaxllm.plan import hardware as table
         from jaxllm.plan.document_batch import DocumentBatch, read_lengths
         from jaxllm.plan.formulas.tier_bytes import TierBytes
@@ -122,11 +125,15 @@ def plan(argv: list[str]) -> int:
             if unequal := [name for name, value in given.items() if value is not None]:
                 raise UsageError(f"{unequal[0]}: it is for equal devices (--on TOPOLOGY); leave it out for {on}.")
             return plan_unequal(config, Path(on), known, top=top, explain=explain, save=save, json=json)
-        if (host or disk) and (as_is or documents is not None):
-            raise UsageError("--host, --disk: places are searched, for whole rows; leave --as-is and --documents out.")
+        shared = bool(host) and as_is and not disk and offloaded_share(config.model.remat) is not None
+        if (host or disk) and (as_is or documents is not None) and not shared:
+            raise UsageError(
+                "--host, --disk: places are searched, for whole rows; leave --as-is and --documents out. --as-is with "
+                "--host SIZE alone computes the share of --model.remat offload."
+            )
         directory, size = disk_of(disk) if disk else ("", 0)
         there = TierBytes(0, size_of("--host", host) if host else 0, size)
-        tiers = (directory, there) if host or disk else None
+        tiers = (directory, there) if (host or disk) and not shared else None
         clusters = [Cluster.parse(name, known) for name in on.split(",")]
         for name, file in (("--save", save), ("--html", html)):
             if file is not None and len(clusters) > 1:
@@ -137,7 +144,8 @@ def plan(argv: list[str]) -> int:
             if number:
                 print()
             attained = _calibration(calibrate, cluster)
-            layouts = _layouts(config, cluster, top, as_is, attained, batch, tiers)
+            laid = _with_token_share(config, cluster, there.host) if shared else config
+            layouts = _layouts(laid, cluster, top, as_is, attained, batch, tiers)
             if not layouts:
                 status = 1
                 continue
@@ -155,6 +163,26 @@ def plan(argv: list[str]) -> int:
 
     known, settings = split_settings(argv, PLAN_VALUES, PLAN_BARE)
     return parse_command(run, known, "jaxllm plan")
+
+
+def _with_token_share(config: RunConfig, cluster: Cluster, host: float) -> RunConfig:
+    """The run with the share of tokens that activation offload moves to the host as computed; prints it.
+
+    Args:
+        config: with ``model.remat`` "offload", whose share is replaced.
+        cluster: devices.
+        host: bytes of the host's memory for each device.
+
+    Raises:
+        RematError: the host has no room for what is moved for all tokens.
+    """
+    from jaxllm.plan.tiers.token_share import token_share
+    from jaxllm.train.run_sharding import described_mesh
+
+    mesh = described_mesh(config, cluster.devices, cluster.topology)
+    found = token_share(config, mesh, cluster, host)
+    print(found)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, remat=found.remat))
 
 
 def _calibration(run: Path | None, cluster: Cluster) -> Calibration:
@@ -226,8 +254,13 @@ def _compiled(
         pages: file for the page of a layout's program, by the layout's number.
     """
     from jaxllm.plan import compiled_layout, plan_view
+    from jaxllm.plan.tiers.tier_page import tier_page
     from sharding.isolate import OutOfDeviceMemory
 
+    for number, page in pages.items():  # of a step with files, which is several programs, by formula
+        if number is not None and number <= len(layouts) and layouts[number - 1].run.disk.directory:
+            page.write_text(tier_page(layouts[number - 1], cluster))
+            print(f"\nwritten: {page}")
     if cluster.hardware.like != cluster.hardware.name:
         print(f"\nnot compiled: no compiler for {cluster.hardware.name} is available")
         return []
