@@ -278,11 +278,13 @@ class EngineConfig:
             raise ConfigError(f"engine: layer_window = {self.layer_window}; give 1 or more, or 0 for none.")
         wrong = {
             f"kv_disk = {self.kv_disk!r}": self.kv_disk is not None,
-            "draft_features (a draft head)": self.draft_features,
+            "draft_features (a draft head, speculate = 'head:...' or 'mtp')": self.draft_features,
         }
+        legal = "; to speculate, use draft:MODEL, tree:MODEL,BUDGET or ngram" if self.draft_features else ""
         for name in (name for name, is_so in wrong.items() if is_so and self.layer_window):
             raise ConfigError(
-                f"engine: {name} does not go with layer_window = {self.layer_window}: leave one of them out."
+                f"engine: {name} does not go with layer_window = {self.layer_window} (streamed weights): leave one of "
+                f"them out{legal}."
             )
 
     def _check_trees(self) -> None:

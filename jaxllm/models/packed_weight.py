@@ -275,9 +275,9 @@ class PackedWeight:
     def grouped_matmul(self, rows: Float[Array, "M A"], sizes: Int[Array, " E"]) -> Float[Array, "M B"]:
         """``grouped_matmul`` with matrices that are dequantised a few experts at a time, and only those with rows.
 
-        At a time: as many experts as fit ``DEQUANTISED_BYTES``. In decode one expert, and those with as few rows as
-        ``FEW_ROWS`` are multiplied as ``project`` does: by the kernel on TPUs and GPUs, unpacked within the matmul on
-        CPUs.
+        At a time: as many experts as fit ``DEQUANTISED_BYTES``; in decode, and of a ``RowwiseFormat`` always, one.
+        In decode those with as few rows as ``FEW_ROWS`` are multiplied as ``project`` does: by the kernel on TPUs and
+        GPUs, unpacked within the matmul on CPUs.
         """
         if isinstance(self.format, ActivationFormat):
             rows = self.format.round_activations(rows)
@@ -289,7 +289,8 @@ class PackedWeight:
                 return found
         few = min(FEW_ROWS[target_device().platform], rows.shape[0]) if isinstance(form, FusedFormat) else 0
         decodes = rows.shape[0] <= experts * max(few, 1)
-        most = 1 if decodes else max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize))
+        alone = decodes or isinstance(form, RowwiseFormat)
+        most = 1 if alone else max(1, DEQUANTISED_BYTES // (inner * columns * rows.dtype.itemsize))
         chunk = max(n for n in range(1, min(experts, most) + 1) if experts % n == 0)
         starts = jnp.cumsum(sizes) - sizes
 

@@ -13,12 +13,14 @@ import pytest
 from jaxllm.convert.quantise import QuantiseConfig, quantise
 from jaxllm.convert.source_layers import SourceLayers
 from jaxllm.hub import HubError, load_hf, open_source
-from jaxllm.infer.streaming.layer_store import WithoutExperts, units_of
+from jaxllm.infer import EngineConfig
+from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.streaming.layer_store import LoadedLayers, WithoutExperts, units_of
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
-from jaxllm.infer.streaming.streamed_weights import WeightPlacement
-from jaxllm.models import functional
+from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MoeConfig, RouterConfig, functional
 from jaxllm.models.packed_weight import PackedWeight
 from jaxllm.quant import pack_params, packed_shapes
 from jaxllm.quant.formats import ternary_dictionary
@@ -29,6 +31,7 @@ from jaxllm.quant.ternary_code import WORDS, ZEROS, decode, decode_row, dictiona
 from pallas_kernels._compat import interpreting
 from pallas_kernels.ternary_matmul import ternary_matmul
 from pallas_kernels.ternary_matmul.codewords import LONGEST
+from tests import environment, quick
 from tests.infer import engines
 from tests.quant.test_expert_formats import by_path, mixture, without_tokenizer  # noqa: F401
 from tests.quant.test_quantise import IDS, LENGTH, ROWS, logits
@@ -106,25 +109,61 @@ def test_matmuls_are_those_of_the_ternary_matrices(rng):
         np.testing.assert_allclose(got, np.einsum("mi,mio->mo", rows, matrices), rtol=0, atol=1e-3)
 
 
-def test_one_expert_at_a_time_is_decoded():
-    """What a decode step needs beside its arguments does not grow with the number of experts."""
+@pytest.mark.parametrize("rows", [2, 300])
+def test_one_expert_at_a_time_is_decoded(rows):
+    """What decode and prefill need beside their arguments does not grow with the number of experts, and is less than
+    two decoded matrices with the positions of their values.
+    """
+    inputs, outputs = 256, 512
 
     def temporaries(experts: int) -> int:
-        form = TernaryDictionary(64, 256)
+        form = TernaryDictionary(inputs, outputs)
         weight = PackedWeight(
-            jax.ShapeDtypeStruct((experts, 900, 1), np.uint16),
-            jax.ShapeDtypeStruct((experts, 1, 256), np.float32),
+            jax.ShapeDtypeStruct((experts, 5000, 1), np.uint16),
+            jax.ShapeDtypeStruct((experts, 1, outputs), np.float32),
             form,
         )
-        rows, sizes = jax.ShapeDtypeStruct((2, 64), np.float32), jax.ShapeDtypeStruct((experts,), np.int32)
-        run = jax.jit(lambda weight, rows, sizes: weight.grouped_matmul(rows, sizes))
-        found = run.lower(weight, rows, sizes).compile().memory_analysis()
+        hidden, sizes = jax.ShapeDtypeStruct((rows, inputs), np.float32), jax.ShapeDtypeStruct((experts,), np.int32)
+        run = jax.jit(lambda weight, hidden, sizes: weight.grouped_matmul(hidden, sizes))
+        found = run.lower(weight, hidden, sizes).compile(environment.AS_EVER).memory_analysis()
         assert found is not None
         return found.temp_size_in_bytes
 
-    few, many = temporaries(4), temporaries(32)
-    assert few >= 64 * 256 * 4
-    assert many - few < 0.05 * few
+    few, many, matrix = temporaries(4), temporaries(32), inputs * outputs * 4
+    assert matrix <= few < 2.5 * matrix + 1.6 * rows * (inputs + outputs) * 4
+    assert many - few < 0.05 * matrix
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_programs_of_slots_decode_one_expert_at_a_time(tokens, rng):
+    """The temporaries of an engine's programs for experts in slots are the same with six slots as with two."""
+    config = DecoderConfig(
+        64, 64, 1, pattern=(BlockConfig(AttentionConfig(2, 2, 32), MoeConfig(6, 2, 256, router=RouterConfig())),)
+    )
+    model = functional(config)
+    params = pack_params(model, jax.tree.map(jnp.asarray, quick.params(config)), "experts_ternary")
+    ends = {name: value for name, value in params.items() if name != "segments"}
+    sizes = EngineConfig(
+        max_sequences=1, max_batched_tokens=tokens, max_len=16, page_size=8, pages=4, buckets=(tokens,),
+        samplers=("plain",), layer_window=1,
+    )  # fmt: skip
+
+    def temporaries(slots: int) -> int:
+        weights = StreamedWeights.of(model, ends, LoadedLayers(params), WeightPlacement(1, 9, expert_slots=slots))
+        engine = Engine.of(model, weights, sizes, strict=True)
+        found = [
+            program.memory.temp_size_in_bytes
+            for name, program in dict(engine.runner.programs).items()
+            if name.endswith(("-first", "-more"))
+        ]
+        engine.runner.close()
+        assert len(found) >= 2
+        return max(found)
+
+    few, many, matrix = temporaries(2), temporaries(6), 64 * 256 * 4
+    assert matrix <= few < 5 * matrix
+    assert many - few < 0.05 * matrix
 
 
 def test_few_rows_on_gpus_are_multiplied_where_they_are_decoded(rng, monkeypatch):

@@ -19,15 +19,11 @@ from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.run import Run
+from tests.process_memory import NOW, PEAK, memory, reset_peak
 from tests.train.runs import run_config
 
 BLOCK = BlockConfig(AttentionConfig(4, 4, 128), MlpConfig(3072))
 WINDOW = 2
-
-
-def memory(field: str) -> int:
-    """Bytes of this process, by a field of /proc/self/status."""
-    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
 
 
 def main(layers: int, where: str, directory: Path) -> None:
@@ -40,17 +36,17 @@ def main(layers: int, where: str, directory: Path) -> None:
     )
     run = Run(config, devices=jax.devices()[:1])
     step, _ = run.compile_step()
-    before = memory("VmRSS")
+    before = memory(NOW)
     with run.saver() as saver, jax.set_mesh(run.mesh), Prefetcher(run.batches, 0, run.put_batch) as batches:
         state, _ = start_state(run, saver)
         size = sum(x.size for x in jax.tree.leaves(run.model.abstract()["segments"])) // layers * 4
-        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        reset_peak()
         for number, batch in batches:
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics["loss"])
             if number == 1:
                 break
-    print(size, memory("VmHWM") - before)
+    print(size, memory(PEAK) - before)
 
 
 if __name__ == "__main__":

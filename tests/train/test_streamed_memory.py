@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,23 +18,19 @@ from jaxllm.train.disk.layer_stream_step import Dispatched, LayerStreamStep
 from jaxllm.train.disk.streamed_bytes import LayerBytes, peak_of_layers
 from jaxllm.train.recovery.resume import start_state
 from jaxllm.train.run import Run
+from tests.process_memory import measurable, numbers_of
 from tests.train.runs import run_config
 from tests.train.streamed_memory import WINDOW
 
 
 def peak(layers: int, where: str, folder: Path) -> tuple[int, int]:
     """(bytes of a layer, most bytes of a process of its own in its steps)."""
-    command = [sys.executable, "-m", "tests.train.streamed_memory", str(layers), where, str(folder)]
-    # What is freed leaves the process: else the C library keeps buffers of such sizes, by thread.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    size, most = done.stdout.split()
-    return int(size), int(most)
+    size, most = numbers_of("tests.train.streamed_memory", layers, where, folder)
+    return size, most
 
 
 @pytest.mark.drawn(3)
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say a process's peak of memory")
+@measurable
 def test_memory_does_not_grow_with_layers(tmp_path):
     """Layers of 22 MiB, with Adam's moments and gradients 88: eight more in files take less than two of these 32 parts,
     where eight more in memory take all. Most bytes are at most what the formulas of device and host say together."""

@@ -267,7 +267,7 @@ def check_streamed(config: EngineConfig, placement: WeightPlacement | None) -> N
     if (config.speculate or "").partition(":")[0] == "self":
         raise ConfigError(
             f"engine: speculate = {config.speculate!r} drafts with the model's own layers, which are streamed; use "
-            "draft:MODEL or ngram."
+            "draft:MODEL, tree:MODEL,BUDGET or ngram."
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests.proofs.harness import proof
 FAMILIES = (*engines.MODELS, *engines.MIXTURES)
 MIXTURES = ("mixtral", *engines.MIXTURES)
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous", "one after the other", "invariant")
-FORMATS = ("int8", "fp8", "int4", "kivi4")
 
 
 def drawn(rng: np.random.Generator, units: int, folder: Path) -> WeightPlacement:
@@ -161,35 +159,6 @@ def sliced_layers_are_resident(seed: int) -> dict[str, float]:
         engine.runner.close()
         seen = {"loads": float(stage.counts.loads), "on_host": float(stage.counts.on_host)}
         return {"logprobs": engines.error(model, "float64", made), **seen}
-
-
-PLACES = {
-    "on the host": WeightPlacement(2),
-    "in files": WeightPlacement(1, host_units=0, disk=Path("layers")),
-    "experts in slots": WeightPlacement(2, expert_slots=2),
-    "experts in files": WeightPlacement(
-        1, host_units=0, disk=Path("layers"), expert_slots=1, expert_host_bytes=0, eviction="score"
-    ),
-}
-CASES = [
-    *itertools.product(("llama", "gemma3", "mixtral"), FORMATS, ("on the host",)),
-    *itertools.product(("deepseek_v3",), ("int8", "fp8", "int4"), ("on the host", "experts in slots")),
-    *itertools.product(("mixtral",), FORMATS, ("experts in slots", "experts in files")),
-    *itertools.product(("llama",), FORMATS, ("in files",)),
-]
-
-
-@proof("offload", cases=CASES, sample=1, float64=True, bound={"logprobs": 1e-12})
-def quantised_caches_too(case: tuple[str, str, str]) -> dict[str, float]:
-    """With KV cache formats that lose bits: tokens and log-probabilities of an engine with resident weights.
-
-    Layers on the host and in files, experts in slots from either, latents of MLA.
-    """
-    model, kv_format, where = case
-    with tempfile.TemporaryDirectory() as folder:
-        place = PLACES[where]
-        place = place if place.disk is None else dataclasses.replace(place, disk=Path(folder))
-        return {"logprobs": beside_resident(model, kv_format, place)}
 
 
 def beside_resident(

@@ -319,7 +319,7 @@ def check_blocks(config: EngineConfig, placement: WeightPlacement, proposer: Any
     Raises:
         ConfigError: names what does not.
     """
-    kind = (config.speculate or "ngram").partition(":")[0]
+    kind, drafter = (config.speculate or "ngram").partition(":")[0], type(proposer).__name__
     wrong = {
         "batch_invariant, which needs preemption = 'swap',": config.batch_invariant,
         f"preemption = {config.preemption!r} (give 'recompute')": config.preemption == "swap",
@@ -329,8 +329,8 @@ def check_blocks(config: EngineConfig, placement: WeightPlacement, proposer: Any
         > 0,
         f"kv_dtype = {config.kv_dtype!r}, whose values are in host memory,": config.values_on_host,
         f"speculate = {config.speculate!r} (give 'ngram')": kind != "ngram",
-        f"proposer = {type(proposer).__name__}, whose drafts are of one batch,": isinstance(proposer, BatchProposer),
-        "draft_trees (a tree of draft tokens)": config.draft_trees,
+        f"proposer = {drafter}, whose drafts are of one batch (give 'ngram'),": isinstance(proposer, BatchProposer),
+        "draft_trees, a tree of draft tokens (give 'ngram')": config.draft_trees,
         f"chunk_cache = {config.chunk_cache!r}": bool(config.chunk_cache),
         f"experts = {placement.expert_slots} (experts in slots)": placement.expert_slots > 0,
     }

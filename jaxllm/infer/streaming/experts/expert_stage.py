@@ -93,6 +93,9 @@ class ExpertStage:
         files: files of experts, if there are some.
         looks_ahead: the next layer's router is asked ahead; if so at first, it may be turned off between steps.
         costs: seconds of an expert by names of programs, measured in the first step that runs them, or as given.
+
+    Raises:
+        WeightsUnavailableError: the device has no room for the slots.
     """
 
     def __init__(
@@ -124,7 +127,15 @@ class ExpertStage:
         self.counts = SlotCounts()
         self.slots = {key: ExpertSlots(len(own), many, placement.eviction) for key, own in experts.items()}
         zeros = lambda shape, dtype: jax.device_put(np.zeros(shape, dtype), place)  # noqa: E731
-        self._buffers = {key: empty_slots(own.whole, many, zeros) for key, own in experts.items()}
+        try:
+            buffers = {key: empty_slots(own.whole, many, zeros) for key, own in experts.items()}
+            self._buffers = jax.block_until_ready(buffers)
+        except jax.errors.JaxRuntimeError as error:  # such as RESOURCE_EXHAUSTED
+            raise WeightsUnavailableError(
+                f"slots for {many} experts of each of {len(experts)} mixture layers cannot be made on {device}: "
+                f"{error}. If its memory is full, give fewer slots (experts=N), a smaller window or fewer resident "
+                "layers."
+            ) from error
         self._ahead = dict[tuple[Unit, str], set[int]]()
 
     @property
@@ -296,7 +307,11 @@ class ExpertStage:
         out, left = np.zeros_like(h), sorted(experts)
         while left:  # no more at a time than threads read, which the host has memory for
             some, left = left[: self._loaders], left[self._loaders :]
-            contents = {expert: read.result() for expert, read in zip(some, self._reads(key, some), strict=True)}
+            try:
+                contents = {expert: read.result() for expert, read in zip(some, self._reads(key, some), strict=True)}
+            except WeightsUnavailableError:
+                self.counts.failures += 1
+                raise
             out[:n] += self._host.run(programs, _kind(key), contents, h[:n], numbers[:n], shares[:n])
         self.counts.on_host += len(experts)
         return jax.device_put(out[None], self._place)
@@ -356,13 +371,12 @@ class ExpertStage:
         reads = self._reads(key, [expert for expert, _ in loads])
         for at, ((_, slot), read) in enumerate(zip(loads, reads, strict=True)):
             try:
-                content = read.result()
+                self._write(programs, key, slot, read.result())
             except BaseException as error:
                 self.counts.failures += isinstance(error, WeightsUnavailableError)
                 for expert, _ in loads[at:]:
                     self.slots[key].forget(expert)
                 raise
-            self._write(programs, key, slot, content)
 
     def _write(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
         self._into_slot(programs, key, slot, content)
@@ -371,7 +385,15 @@ class ExpertStage:
 
     def _into_slot(self, programs: Mapping[str, Any], key: tuple[Unit, str], slot: int, content: Any) -> None:
         slots, number = self._buffers[key], jax.device_put(np.int32(slot), self._place)
-        content = jax.device_put(content, self._place.with_memory_kind(ON_DEVICE))
+        try:
+            content = jax.device_put(content, self._place.with_memory_kind(ON_DEVICE))
+        except jax.errors.JaxRuntimeError as error:  # such as RESOURCE_EXHAUSTED
+            layer = key[0].first + int(key[1])
+            raise WeightsUnavailableError(
+                f"layer {layer}: an expert cannot be copied from the {self._experts[key].tier} tier to the device: "
+                f"{error}. If its memory is full, give fewer slots (experts=N), a smaller window, fewer resident "
+                "layers or a smaller KV cache."
+            ) from error
         written = programs[_write_name(slots, content)](slots, number, content)
         self._buffers[key] = jax.tree.unflatten(jax.tree.structure(slots), written)
 
