@@ -355,6 +355,14 @@ def test_a_step_with_slots_by_hand():
     assert late.late == 0.9
     assert late.seconds == pytest.approx(0.5 + 0.1 * 7 + 0.9 * 14)
     assert predict(MIXTURE, dataclasses.replace(RATES, slots=slots), budget, 1).late == 0
+    # Layers and experts share the link: 10 layers of 20 bytes, and of each one expert of 10, at 100 bytes/s. Alone
+    # either would hide behind computing, which takes 2.5 s with its loads.
+    both = predict(MIXTURE, dataclasses.replace(RATES, host=100.0), OffloadBudget(4, 0, experts=4), 1)
+    assert (both.limit, both.seconds) == ("copies from the host", pytest.approx(3.0))
+    # Loads that were measured to take less than by chance: 0.2 s.
+    few = SlotRates((1, 8), (0.5, 1.0), ((2.2, 4.2), (2.0, 4.0)))
+    fewer = dataclasses.replace(RATES, host=50.0, slots=few)
+    assert predict(MIXTURE, fewer, OffloadBudget(4, 0, experts=4), 1).seconds == pytest.approx(4.2)
     # Reads by more threads than were measured: 8 tokens miss 3.6 experts of a layer, one token misses one.
     with_files = dataclasses.replace(RATES, slots=slots, disk=(50.0, 80.0))
     two, one = (dataclasses.replace(budget, disk=DISK, experts_host=0, loaders=n) for n in (2, 1))

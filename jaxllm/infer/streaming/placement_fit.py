@@ -25,7 +25,13 @@ import numpy as np
 from scipy import optimize
 
 from jaxllm.infer.streaming.blocks.cache_placement import PARTS_ON_DEVICE, STREAM_TIERS, StreamTier
-from jaxllm.infer.streaming.experts.slot_fit import MixtureBytes, SlotPlaces, experts_on_host, rates_with_slots
+from jaxllm.infer.streaming.experts.slot_fit import (
+    MixtureBytes,
+    SlotPlaces,
+    experts_on_host,
+    link_seconds,
+    rates_with_slots,
+)
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.step_timeline import BatchesByTurns, Tier, step_time
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
@@ -36,6 +42,11 @@ PREFERENCE = 1e-6
 WINDOWS = (1, 2, 3, 4)
 LOADERS = (1, 2, 3, 4)
 """Numbers of threads to choose from, where layers are read from files."""
+
+
+Loads = tuple[float, float]
+"""Seconds in which a step's loads of experts have the link to the host, and the disk."""
+NO_LOADS: Loads = (0.0, 0.0)
 
 
 class DoesNotFitError(ValueError):
@@ -174,6 +185,7 @@ def terms(
     rates: TierRates,
     limits: TierLimits,
     block: BatchBlock,
+    loads: Loads = NO_LOADS,
 ) -> dict[str, float]:
     """Seconds of each part of a step, of which the longest is the step's: FlexGen's cost model.
 
@@ -181,6 +193,7 @@ def terms(
         shares, cache: of the weights and of the KV cache on device, host and disk.
         model, rates, limits: what is placed, how fast it is, and where.
         block: what computes; with streams on the host, each batch's goes to the device and back once in every unit.
+        loads: seconds in which experts are copied, and read, besides.
     """
     (_, h, k), (_, v, w) = shares, cache
     weights, held = float(sum(model.units)), cache_bytes(model, limits, block)
@@ -188,9 +201,9 @@ def terms(
     written = held * min(1.0, limits.page / limits.length)
     return {
         "computing": block.batches * (rates.layers(block.batch) + rates.ends(block.batch)),
-        "copies from the host": ((h + k) * weights + (v + w) * held + streams) / rates.host,
+        "copies from the host": ((h + k) * weights + (v + w) * held + streams) / rates.host + loads[0],
         "copies to the host": ((v + w) * written + streams) / rates.host,
-        "the disk": (k * weights + w * (held + written)) / rates.disk_rate(limits.loaders),
+        "the disk": (k * weights + w * (held + written)) / rates.disk_rate(limits.loaders) + loads[1],
     }
 
 
@@ -209,7 +222,14 @@ def room(model: ModelBytes, limits: TierLimits, block: BatchBlock, window: int) 
     return device, host - (block.batches * streams if block.streams == "host" else 0)
 
 
-def solve(model: ModelBytes, rates: TierRates, limits: TierLimits, block: BatchBlock, window: int) -> Shares | None:
+def solve(
+    model: ModelBytes,
+    rates: TierRates,
+    limits: TierLimits,
+    block: BatchBlock,
+    window: int,
+    loads: Loads = NO_LOADS,
+) -> Shares | None:
     """Shares with the shortest step by ``terms``; None: nothing fits.
 
     A linear program in (d, h, k, u, v, w, T), solved by HiGHS.
@@ -219,7 +239,7 @@ def solve(model: ModelBytes, rates: TierRates, limits: TierLimits, block: BatchB
     if device < 0 or host < 0:
         return None
     none = (0.0, 0.0, 0.0)
-    of = lambda shares, cache: np.asarray(list(terms(shares, cache, model, rates, limits, block).values()))  # noqa: E731
+    of = lambda shares, cache: np.asarray(list(terms(shares, cache, model, rates, limits, block, loads).values()))  # noqa: E731
     fixed = of(none, none)
     one = np.eye(3)
     # What a share of one adds to each part of a step: they are linear.
@@ -280,9 +300,10 @@ def predict(
     whole = mixtures.experts * mixtures.slot
     on_host = whole if budget.experts_host is None else min(whole, budget.experts_host)
     places, rest = SlotPlaces(budget.experts, 1 - on_host / whole, budget.loaders), _without_experts(model)
-    ahead = _predict_layers(rest, rates_with_slots(mixtures, rates, places), budget, batch, length, page)
+    loaded = link_seconds(mixtures, rates, places, batch)
+    ahead = _predict_layers(rest, rates_with_slots(mixtures, rates, places), budget, batch, length, page, loaded)
     with_slots = rates_with_slots(mixtures, rates, replace(places, late=ahead.late))
-    one = _predict_layers(rest, with_slots, budget, batch, length, page)
+    one = _predict_layers(rest, with_slots, budget, batch, length, page, loaded)
     computing = rates_with_slots(mixtures, rates, SlotPlaces(mixtures.experts)).layers(batch)
     loads = with_slots.layers(batch) - computing
     longest = "loads of experts" if one.limit == "computing" and loads > computing else one.limit
@@ -297,7 +318,13 @@ def _without_experts(model: ModelBytes) -> ModelBytes:
 
 
 def _predict_layers(
-    model: ModelBytes, rates: TierRates, budget: OffloadBudget, batch: int, length: int, page: int
+    model: ModelBytes,
+    rates: TierRates,
+    budget: OffloadBudget,
+    batch: int,
+    length: int,
+    page: int,
+    loads: Loads = NO_LOADS,
 ) -> FittedPlacement:
     """The prediction for layers that are units of the model, without a look at their experts."""
     placement = budget.placement(model.units)
@@ -314,10 +341,10 @@ def _predict_layers(
         turns = BatchesByTurns(budget.batches, tuple(parts), of_part, stream, budget.cache.window)
     time = step_time(tiers, model.units, rates, batch, budget.window, budget.loaders, turns)
     of_all = lambda sizes: tuple(sizes[tier] / max(1, sum(sizes.values())) for tier in Tier.__args__)  # noqa: E731
-    parts_of_step = terms(of_all(held), of_all(cache) if cache else (1, 0, 0), model, rates, limits, block)
+    parts_of_step = terms(of_all(held), of_all(cache) if cache else (1, 0, 0), model, rates, limits, block, loads)
     longest = max(parts_of_step, key=lambda name: parts_of_step[name])
-    # The timeline has no writes, which may take the longest.
-    seconds = time.seconds if turns is None else max(time.seconds, parts_of_step[longest])
+    # The timeline has no writes, and no loads of experts beside the layers', which may take the longest.
+    seconds = time.seconds if turns is None and loads == NO_LOADS else max(time.seconds, parts_of_step[longest])
     return FittedPlacement(batch, budget, held, seconds, longest, cache, time.late / len(tiers))
 
 
@@ -378,7 +405,7 @@ def _ways(
     model: ModelBytes, rates: TierRates, limits: TierLimits, block: BatchBlock, window: int, slots: int
 ) -> list[FittedPlacement]:
     """The solved placement with so many slots, as a budget and its prediction; empty: it does not fit."""
-    placed, own_rates, own, experts_host = model, rates, limits, None
+    placed, own_rates, own, experts_host, loads = model, rates, limits, None, NO_LOADS
     if slots:
         mixtures = model.mixtures
         assert mixtures is not None
@@ -392,8 +419,9 @@ def _ways(
         own = replace(limits, device=device, host=host)
         whole = mixtures.experts * mixtures.slot
         from_files = 0.0 if experts_host is None else 1 - experts_host / whole
-        own_rates = rates_with_slots(mixtures, rates, SlotPlaces(slots, from_files, limits.loaders))
-    shares = solve(placed, own_rates, own, block, window)
+        places = SlotPlaces(slots, from_files, limits.loaders)
+        own_rates, loads = rates_with_slots(mixtures, rates, places), link_seconds(mixtures, rates, places, block.batch)
+    shares = solve(placed, own_rates, own, block, window, loads)
     if shares is None:
         return []
     host = room(placed, own, block, window)[1]

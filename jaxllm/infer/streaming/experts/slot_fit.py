@@ -70,6 +70,27 @@ class SlotPlaces:
     late: float = 0.0
 
 
+def link_seconds(mixtures: MixtureBytes, rates: TierRates, places: SlotPlaces, tokens: int) -> tuple[float, float]:
+    """Seconds in which a step's loads of experts have the link to the host, and the disk, which layers use too.
+
+    By chance, or what loads were measured to take at most, if that is less: real routings repeat themselves.
+
+    Args:
+        mixtures, rates: of the model with whole layers.
+        places: where experts are.
+        tokens: of the step.
+    """
+    missing = mixtures.missing(places.slots, tokens)
+    size = missing * mixtures.slot / mixtures.layers
+    readers = max(1, min(places.loaders, round(missing / mixtures.layers)))
+    link, disk = size / rates.host, places.from_files * size / rates.disk_rate(readers)
+    if rates.slots is None:
+        return link, disk
+    late = replace(places, late=1.0)
+    most = layers_with_slots(mixtures, rates, late, tokens) - rates.slots.seconds(tokens, 1.0)
+    return max(0.0, min(link, most)), max(0.0, min(disk, most))
+
+
 def layers_with_slots(mixtures: MixtureBytes, rates: TierRates, places: SlotPlaces, tokens: int) -> float:
     """Seconds of all layers for a step of so many tokens, with the loads of experts.
 
