@@ -42,7 +42,7 @@ MESHES = (
 POLICIES = ("none", "elementwise", "attention", "full")
 OF_STAGES = ("none", "elementwise", "full")
 MOVED = ("offload", "offload:0.25", "offload:0.5")
-STATES = ("device", "host", "disk")
+STATES = ("device", "device", "host", "disk")
 STEPS = 2
 
 
@@ -204,9 +204,11 @@ def of_one_device(family: str, seed: int) -> tuple[float, Any]:
 )
 def plans_are_one_device(plan: DrawnPlan) -> dict[str, float]:
     """Loss and gradients under a drawn plan, against those of one device that keeps everything. Where the optimizer
-    state is on the host or on disk, also parameters and state after two steps. Where nothing is recomputed, and
-    activations or state are moved: arrays of gradients, parameters and state that differ in a bit from those of the
-    same plan with nothing moved."""
+    state is on the host or on disk, also parameters and state after two steps; where nothing is recomputed besides,
+    the arrays of parameters and state that differ in a bit from those of the same plan with its state on the device:
+    with the state on the host on every mesh, with it on disk on one device. On several, gradients are a program of
+    their own there, and sums over devices are compiled to round differently; and so are loops over layers that stages
+    divide to move activations. Both keep to 1e-10."""
     (loss, grads), (want, wanted) = loss_and_grads(plan), of_one_device(plan.family, plan.seed)
     errors = {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted), "state": 0.0, "bits": 0.0}
     moved = plan.state != "device"
@@ -214,11 +216,7 @@ def plans_are_one_device(plan: DrawnPlan) -> dict[str, float]:
     if moved:
         found = stepped(plan)
         errors["state"] = tiny.leaf_error(list(found), list(stepped_on_one_device(plan.family, plan.seed)))
-    compared = not plan.recomputes and (moved or plan.offload > 0)
+    compared = not plan.recomputes and (plan.state == "host" or (plan.state, plan.mesh) == ("disk", ALONE))
     if compared:
-        still = plan._replace(offload=0.0, state="device")
-        if plan.offload:
-            errors["bits"] += differing(grads, loss_and_grads(still)[1])
-        if moved:
-            errors["bits"] += differing(found, stepped(still))
+        errors["bits"] = differing(found, stepped(plan._replace(state="device")))
     return errors | {"state_moved": float(moved), "bits_compared": float(compared)}
