@@ -43,6 +43,7 @@ RECIPES = {
     "llama3_8b": "v6e:8x8",
     "llama3_8b_128k": "v5p:4x4x4",
     "llama3_8b_1m": "v5p:4x4x8",
+    "llama3_8b_1m_node": "h200:1x8",
     "llama3_70b": "v5p:4x8x8",
     "llama3_405b": "v5p:8x8x16",
     "mixtral_8x22b": "v5p:4x8x8",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedLoad:
-    """What an engine is to serve, as far as a placement depends on it.
+    """Load of an engine, as far as a placement depends on it.
 
     Attributes:
         sequences: most sequences of a batch.

@@ -282,9 +282,30 @@ MUTANTS = [
     Mutant(
         "experts_from_files_take_no_longer",
         "jaxllm/infer/streaming/experts/slot_fit.py",
-        "from_files * by_files",
-        "from_files * by_host",
+        "by_host + places.from_files * by_disk",
+        "by_host",
         ("tests/infer/test_placement_fit.py::test_a_step_with_slots_by_hand",),
+    ),
+    Mutant(
+        "late_routers_load_no_slower",
+        "jaxllm/infer/streaming/experts/slot_rates.py",
+        "return ahead + late * (",
+        "return ahead + 0 * (",
+        ("tests/infer/test_placement_fit.py::test_a_step_with_slots_by_hand",),
+    ),
+    Mutant(
+        "layers_leave_the_link_to_experts",
+        "jaxllm/infer/streaming/placement_fit.py",
+        " / rates.host + loads[0],",
+        " / rates.host,",
+        ("tests/infer/test_placement_fit.py::test_a_step_with_slots_by_hand",),
+    ),
+    Mutant(
+        "layers_without_room_in_the_page_cache_go_through_it",
+        "jaxllm/infer/streaming/layer_store.py",
+        "for file in files.values()) > free_host_bytes()",
+        "for file in files.values()) > 2 * free_host_bytes()",
+        ("tests/infer/test_weight_file.py::test_layers_are_read_past_the_cache_where_it_has_no_room",),
     ),
     Mutant(
         "freed_layers_keep_their_memory",

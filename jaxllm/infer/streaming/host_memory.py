@@ -27,7 +27,7 @@ def _available() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What is left of the limits of this process' control groups, and of the groups that these are in."""
+    """Rest of the limit of each of this process' control groups, and of the groups that these are in."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:

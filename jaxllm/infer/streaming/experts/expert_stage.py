@@ -74,7 +74,7 @@ class RoutedLayer:
 
     @property
     def made(self) -> str:
-        """What the names of its programs begin with."""
+        """Beginning of the names of its programs."""
         return f"{self.shape}-layers-{self.unit.segment}-{self.block}"
 
 
