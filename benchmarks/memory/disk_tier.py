@@ -95,6 +95,7 @@ def measured(
             Path(page).write_text(line.page("A step with its state on disk"))
     return {
         "hidden": None if line is None else line.hidden(),
+        "rates": None if line is None else [line.rate("read"), line.rate("write")],
         "bytes": (kib("VmHWM") - before) * 1024,
         "seconds": statistics.median(seconds[1:]),
         "processor": statistics.median(busy[1:]),
@@ -138,6 +139,8 @@ def main(argv: list[str] | None = None) -> None:
     resident, disk = found
     share, slower, busier = (disk[name] / resident[name] for name in ("bytes", "seconds", "processor"))
     print(f"programs compute in {disk['hidden']:.0%} of the seconds in which files are read or written")
+    read, write = (rate / 1e9 for rate in disk["rates"])
+    print(f"files are read at {read:.2f} GB/s and written at {write:.2f}: disk and disk_write of a hardware file")
     print(f"{share:.2f} of the bytes in {slower:.2f} of the time ({busier:.2f} of the processors' time)")
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import errno
 import os
 import re
+import time
+from collections import deque
 
 import jax
 import numpy as np
@@ -19,9 +21,9 @@ from jaxllm.train import train
 from jaxllm.train.disk import state_files
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
-from jaxllm.train.disk.layer_stream_step import LayerStreamStep
+from jaxllm.train.disk.layer_stream_step import IN_FLIGHT, LayerStreamStep
 from jaxllm.train.disk.saved_inputs import DiskInputs, layers_in_files
-from jaxllm.train.disk.state_file import DiskTierError, FileLayout
+from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile
 from jaxllm.train.disk.streamed_bytes import device_peak, micro_batch_major_reads, step_traffic
 from jaxllm.train.run import Run
 from jaxllm.train.step.loss_spikes import SpikeConfig
@@ -147,17 +149,29 @@ def test_a_rollback_restores_both_tiers(tmp_path):
 
 @pytest.mark.drawn(1)
 def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
-    """Reads and writes of each step, and what the device holds at most: one micro-batch; four and clipped gradients."""
+    """Reads and writes of each step, and what the device holds at most: one micro-batch; four and clipped gradients.
+
+    As it is, it holds no more than the formula. Where it is as late as a real device may be, with the arrays of
+    ``IN_FLIGHT`` programs beside the next one, and the disk is slow, so that what leaves waits, it holds about that:
+    at least 0.9, and at most 1.4, because arrays on a CPU are views of buffers for a while."""
+    recent: deque[object] = deque(maxlen=IN_FLIGHT)
+    write = StateFile.write
+
+    def slow(self, buffer):
+        time.sleep(0.03)
+        write(self, buffer)
 
     def live() -> int:
-        here = (x for x in jax.live_arrays() if x.sharding.memory_kind == "device")
+        floats = (x for x in jax.live_arrays() if jax.numpy.issubdtype(x.dtype, jax.numpy.floating))  # without tokens
+        here = (x for x in floats if x.sharding.memory_kind == "device")
         shards = (shard for x in here for shard in x.addressable_shards)
         return sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0])
 
-    for count in (1, 4):
+    for count, late in ((1, False), (4, False), (1, True), (4, True)):
+        recent.clear()
         before, most = live(), 0
 
-        def measured(self, state, batch, call=LayerStreamStep.__call__):
+        def measured(self, state, batch, call=LayerStreamStep.__call__, late=late):
             programs = self._programs
 
             def counting(program):
@@ -168,6 +182,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
                     nonlocal most
                     out = program(*args)
                     most = max(most, live())
+                    if late:
+                        recent.append((args, out))
                     return out
 
                 return called
@@ -185,7 +201,9 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
         fields = {"steps": 4, "every": 9, "batch_size": 32, "clip_norm": None if count == 1 else 0.5}
         with monkeypatch.context() as patch:
             patch.setattr(LayerStreamStep, "__call__", measured)
-            done = train(config(tmp_path, accumulate=count, out=tmp_path / str(count), **fields))
+            if late:
+                patch.setattr(StateFile, "write", slow)
+            done = train(config(tmp_path, accumulate=count, out=tmp_path / f"{count} {late}", **fields))
         run, step = opened[-1], steps[-1]
         traffic = step_traffic(run.param_files, run.state_files, clipped=count > 1)
         rows = [row for row in run.directory.read_metrics() if "nll" in row]
@@ -194,7 +212,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
         sizes = [run.param_files.layout(n).size for n in range(LAYERS)]
         assert rows[0]["disk_read_bytes"] == traffic.read + sum(sizes[:3]), "nothing is in memory before the first step"
         limit = device_peak(step._programs, step._of, step._files)
-        assert 0.3 * limit.arrays < most - before <= limit.arrays
+        least, greatest = (0.9, 1.4) if late else (0.4, 1.0)
+        assert least * limit.arrays < most - before <= greatest * limit.arrays
         assert done.complete
 
 
