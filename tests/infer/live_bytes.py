@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -37,17 +37,24 @@ class LiveBytes:
 
 
 class WatchedPrograms(Mapping[str, Any]):
-    """Programs of an engine; what is live is looked at whenever one is called."""
+    """Programs of an engine, of which one runs at a time; what is live is looked at whenever one is called.
 
-    def __init__(self, programs: Mapping[str, Any], live: LiveBytes):
-        self._programs, self._live = programs, live
+    Args:
+        programs: the programs.
+        live: what looks.
+        settle: called before that: waits for what is read ahead, so that all that may be there is there.
+    """
+
+    def __init__(self, programs: Mapping[str, Any], live: LiveBytes, settle: Callable[[], object]):
+        self._programs, self._live, self._settle = programs, live, settle
 
     def __getitem__(self, name: str) -> Any:
         program = self._programs[name]
 
         def run(*arguments: Any) -> Any:
+            self._settle()
             self._live.look()
-            return program(*arguments)
+            return jax.block_until_ready(program(*arguments))
 
         return run
 

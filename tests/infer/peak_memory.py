@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import sys
+from concurrent.futures import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,8 +116,9 @@ def main(served: Served, directory: Path) -> None:
     """Serves some tokens of each batch."""
     model = functional(DecoderConfig(64, 512, served.layers, pattern=(served.block,)))
     abstract = model.abstract()
+    rng = np.random.default_rng(0)  # tokens differ, and so do their experts
     ends = {
-        name: jax.tree.map(lambda x: jax.numpy.full(x.shape, 0.01, x.dtype), tree)
+        name: jax.tree.map(lambda x: jax.numpy.asarray(rng.normal(size=x.shape), x.dtype), tree)
         for name, tree in abstract.items()
         if name != "segments"
     }
@@ -144,7 +146,14 @@ def main(served: Served, directory: Path) -> None:
         formula += (stay or served.parts) * part
     else:
         formula += bytes_of(runner.pools) // served.tensor
-    runner.programs = WatchedPrograms(runner.programs, live)  # type: ignore[assignment]
+
+    def settle() -> None:
+        wait([future for _, future in runner.window._ahead])
+        if isinstance(runner, BlockRunner):
+            wait([future for _, future in runner.parts._ahead])
+
+    runner.programs = WatchedPrograms(runner.programs, live, settle)  # type: ignore[assignment]
+    settle()
     reset_peak()
     for _ in range(max(1, served.batches)):
         engine.submit(np.arange(5), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))

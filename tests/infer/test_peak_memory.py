@@ -2,8 +2,8 @@
 
 What is on the device is the live arrays of JAX, and counted exactly; on a CPU that is host memory too, so the peak of
 the process, as the system counts it, has both, and what is read, and programs. It is compared between processes that
-differ in one size, in units of what that size counts. Threads read while programs run, so peaks of two equal processes
-differ, by less than one layer or part, and by less than two experts; sizes differ by more.
+differ in one size, in units of what that size counts: bounds are less than one, so a layer, an expert or a part of the
+KV cache more would be seen. Programs wait for what is read ahead, so that it does not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import pytest
 
 from tests.process_memory import measurable, numbers_of
 
-NEAR, OF_ROUND = 0.9, 1.9
-"""Layers or parts of the KV cache that peaks of two processes may be off; and experts, of which a round of loads reads
-several at a time.
-"""
+NEAR = 0.6
+"""Units that peaks of two processes may be off."""
 
 
 class Measured(NamedTuple):
@@ -71,10 +69,10 @@ def test_resident_experts_are_the_slots(tmp_path):
     more = {name: (one.peak - few.peak) / size for name, one in others.items()}
     for one in (few, *others.values()):
         assert 0 <= one.live - one.formula < 1.2 * size
-    assert more["slots"] == pytest.approx(2 * 3 + 1, abs=OF_ROUND)  # two more in each layer, and up to two in a round
-    assert more["host"] == pytest.approx(12 - 1, abs=OF_ROUND)  # up to two of a round are there already
-    assert more["layers"] == pytest.approx(2 * 2, abs=OF_ROUND)
-    assert more["all"] == pytest.approx(3 * 6 - 2, abs=OF_ROUND)
+    assert more["slots"] == pytest.approx(3 * 2 + 2, abs=NEAR)  # two more in each layer, and in a round
+    assert more["host"] == pytest.approx(12, abs=NEAR)
+    assert more["layers"] == pytest.approx(2 * 2, abs=NEAR)
+    assert more["all"] == pytest.approx(3 * 6 - 2, abs=NEAR)  # those of a round are there already
 
 
 @pytest.mark.drawn(3)

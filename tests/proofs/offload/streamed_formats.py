@@ -80,7 +80,7 @@ def drawn_placement(
     return placement
 
 
-@proof("offload", count=48, sample=1, float64=True, bound={"logprobs": 1e-12}, counts=COUNTS)
+@proof("offload", count=24, sample=1, float64=True, bound={"logprobs": 1e-12}, counts=COUNTS)
 def quantised_caches_too(seed: int) -> dict[str, float]:
     """Random traffic with int8, fp8, int4 and kivi4 caches: tokens and log-probabilities of resident weights.
 
