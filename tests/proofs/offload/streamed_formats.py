@@ -143,11 +143,15 @@ def difference(want: list[Request], made: list[Request]) -> float:
     for one, other in zip(want, made, strict=True):
         for a, b in zip(one.sequences, other.sequences, strict=True):
             assert (a.tokens, a.finish) == (b.tokens, b.finish)
-            worst = max(worst, float(np.abs(np.subtract(a.logprobs, b.logprobs)).max(initial=0)))
+            worst = max(worst, farthest(list(a.logprobs), list(b.logprobs)))
             for top, same in zip(a.top, b.top, strict=True):
-                assert len(top) == len(same)
-                values = ([value for _, value in some] for some in (top, same))
-                worst = max(worst, float(np.abs(np.subtract(*values)).max(initial=0)))
+                worst = max(worst, farthest([value for _, value in top], [value for _, value in same]))
         scores = ([score for score, _ in each.prompt_scores] for each in (one, other))
-        worst = max(worst, float(np.abs(np.subtract(*scores)).max(initial=0)))
+        worst = max(worst, farthest(next(scores), next(scores)))
     return worst
+
+
+def farthest(some: list[float], others: list[float]) -> float:
+    """The largest difference of as many numbers."""
+    assert len(some) == len(others)
+    return float(np.abs(np.subtract(some, others)).max(initial=0))
