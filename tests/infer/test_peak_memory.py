@@ -2,9 +2,9 @@
 
 What is on the device is the live arrays of JAX, and counted exactly; on a CPU that is host memory too, so the peak of
 the process, as the system counts it, has both, and what is read, and programs. It is compared between processes that
-differ in one size, in units of what that size counts, and is off by up to one with a busy machine; the bounds of what is
-live are less than one, so a layer, an expert or a part of the KV cache more would be seen. Programs wait for what is
-read ahead, so that the windows are full.
+differ in one size, in units of what that size counts, and is off by up to one on a busy machine. The bounds of what is
+live are tighter: a layer, an expert or a part of the KV cache more would be seen. Programs wait for what is read ahead,
+so that the windows are full.
 """
 
 from __future__ import annotations
