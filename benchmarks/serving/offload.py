@@ -28,6 +28,7 @@ from jaxllm.infer.streaming.placement_fit import ModelBytes, predict
 from jaxllm.infer.streaming.tier_benchmark import ROUNDS, decode_step_seconds, measure_tiers, step_sizes
 
 STEPS = 16
+"""Steps that are timed, for rates too: attention on a CPU takes as long as for the longest sequence there may be."""
 
 
 class StreamedDecoding:
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=asked.disk) as folder:
         made = {way: StreamedDecoding(asked.model, *way, Path(folder)) for way in ways}
         for number, length in itertools.product(range(asked.rounds), lengths):
-            rates = measure_tiers(loaded, layers, asked.disk, batches=batches, prompt=length)
+            rates = measure_tiers(loaded, layers, asked.disk, batches=batches, prompt=length, steps=STEPS)
             print(f"round {number + 1}, {length} tokens: {rates}", file=sys.stderr, flush=True)
             for way, one in made.items():
                 if one.length != length:

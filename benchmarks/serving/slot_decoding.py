@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = {way: SlotDecoding(model, *way, Path(folder)) for way in ways}
         for number in range(asked.rounds):
             for length in lengths:
-                rates = measure_tiers(model.loaded, model.layers, asked.disk, batches=batches, prompt=length)
+                sizes = {"batches": batches, "prompt": length, "steps": STEPS}
+                rates = measure_tiers(model.loaded, model.layers, asked.disk, **sizes)
                 print(f"round {number + 1}, {length} tokens: {rates}", file=sys.stderr, flush=True)
                 for way, one in made.items():
                     if way[-1] == length:
