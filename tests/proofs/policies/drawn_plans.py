@@ -205,14 +205,15 @@ def plans_are_one_device(plan: DrawnPlan) -> dict[str, float]:
     """Loss and gradients under a drawn plan, against those of one device that keeps everything. Where the optimizer
     state is on the host or on disk, also parameters and state after two steps; with the state on the host, where
     nothing is recomputed, these are to the bit those of the same plan with its state on the device. With it on disk
-    gradients are a program of their own, and stages that move activations divide loops over layers: the compiler
-    rounds these differently, within 1e-10."""
+    gradients are a program of their own, stages that move activations divide loops over layers, and rings over
+    ``context`` are compiled into other loops beside such a state: the compiler rounds these differently, within 1e-10.
+    """
     (loss, grads), (want, wanted) = loss_and_grads(plan), of_one_device(plan.family, plan.seed)
     if plan.state != "device":
         found = stepped(plan)
         error = tiny.leaf_error(list(found), list(stepped_on_one_device(plan.family, plan.seed)))
         assert error <= 1e-10, f"parameters and state after {STEPS} steps differ by {error:.3g}"
-        if plan.state == "host" and not plan.recomputes:
+        if plan.state == "host" and not plan.recomputes and "context" not in plan.mesh:
             differ = differing(found, stepped(plan._replace(state="device")))
             assert not differ, f"{differ} arrays of parameters and state differ in a bit"
     return {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}
