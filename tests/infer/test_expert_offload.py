@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.quant.packing import pack_params
 from tests.infer import engines
+from tests.infer.damaged_files import SAID, damaged
 
 COSTS = ExpertCosts(load=3.0, device=1.0, rows=(1, 4, 16), host=(1.0, 2.0, 8.0))
 
@@ -111,7 +111,7 @@ def test_experts_in_files_are_resident_experts(model, host_bytes, absent, rng, f
 
 
 @pytest.mark.drawn(3)
-@pytest.mark.parametrize("damage", ["changed", "bits", "removed"])
+@pytest.mark.parametrize("damage", SAID)
 def test_an_expert_that_cannot_be_read_ends_the_requests_of_its_step(damage, tmp_path, float64):
     """By name; with the file back the engine says what it said before, and no slot holds what never came."""
     placement = WeightPlacement(1, 9, expert_slots=1, disk=tmp_path, host_units=0, expert_host_bytes=0)
@@ -119,24 +119,15 @@ def test_an_expert_that_cannot_be_read_ends_the_requests_of_its_step(damage, tmp
     params = SamplingParams(max_tokens=6, temperature=0.0, seed=1)
     want = engines.serve(engine, [{"prompt": [5, 6, 7], "params": params}])[0].sequences[0].tokens
     stage, file = stage_of(engine), sorted(tmp_path.glob("experts-*/*.bin"))[1]
-    good, stat = file.read_bytes(), file.stat()
     for own in stage._experts.values():
         own._checked.clear()  # type: ignore[union-attr]
-    if damage == "removed":
-        file.unlink()
-    else:
-        file.write_bytes(good[::-1])
-        if damage == "bits":
-            os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    request = engine.submit([5, 6, 7], params, salt="new")
-    while engine.busy:
-        engine.step()
-    said = {"changed": "was changed", "bits": "checksum differs", "removed": "cannot be read"}[damage]
+    with damaged(file, damage):
+        request = engine.submit([5, 6, 7], params, salt="new")
+        while engine.busy:
+            engine.step()
     assert isinstance(request.failure, StepFailedError)
-    assert re.search(rf"{file.name} \(layer 1, expert [0-3]\).*{said}", str(request.failure))
+    assert re.search(rf"{file.name} \(layer 1, expert [0-3]\).*{SAID[damage]}", str(request.failure))
     assert stage.counts.failures >= 1
-    file.write_bytes(good)
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     again = engine.submit([5, 6, 7], params, salt="new")
     while engine.busy:
         engine.step()
