@@ -36,7 +36,7 @@ def test_each_device_has_its_part_of_the_window(model, tensor, files, rng, float
     assert isinstance(runner, StreamedRunner)
     assert runner.window.counts.most == 1
     unit = runner.units[-1]
-    weights = runner.window.resident(unit)
+    weights = runner.window.there(unit)
     whole = sum(x.nbytes for x in jax.tree.leaves(weights) if x.ndim > 1)
     vectors = sum(x.nbytes for x in jax.tree.leaves(weights) if x.ndim == 1)
     router = 8 * 16 * 4 if model == "mixtral" else 0
