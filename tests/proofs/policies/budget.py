@@ -98,17 +98,15 @@ def placements_are_the_fastest(seed: int) -> float:
     "policies",
     cases=[(0.1, 1.0), (0.3, 0.6), (0.5, 0.3), (0.8, 0.3)],
     sample=1,
-    bound={"over the budget": 0.0, "left": 0.1, "time over the best named": 0.0},
+    bound={"over the budget": 0.0, "left": 0.05, "time over the best named": 0.0},
     counts=("moved",),
 )
 def solver_with_a_host(case: tuple[float, float]) -> dict[str, float]:
     """Budgets between the least memory of any policy and that of "elementwise", and a part of what all layers would
     take of the host.
 
-    Both budgets are kept, the device's is used up to a tenth where a matmul is computed again, and no policy for all
-    layers that fits is faster by the model of time. How often something is moved to the host is counted. A tenth and
-    not the twentieth of ``solver``: mixtures of four policies take memory beyond their parts that five tries do not
-    always learn (measured: 8% left).
+    Both budgets are kept, the device's is used up to a twentieth where a matmul is computed again, and no policy for
+    all layers that fits is faster by the model of time. How often something is moved to the host is counted.
     """
     share, of_host = case
     least, most = min(measure(name).device for name in (*HOSTED, "full")), measure("elementwise").device
