@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from jaxllm.cli.errors import is_user_error
+from jaxllm.hub import find_model, open_source
+from jaxllm.hub.families.config_json import config_json
+from jaxllm.hub.huggingface import HubModel, export_hf
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine import Engine
 from jaxllm.infer.runner.runner_protocol import StepFailedError
@@ -25,13 +28,17 @@ from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import HostLayers, LoadedLayers
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
+from jaxllm.infer.streaming.open_streamed import open_streamed
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement, spread
 from jaxllm.infer.streaming.weight_file import WeightsUnavailableError
 from jaxllm.models import functional
 from jaxllm.quant.packing import pack_params
+from jaxllm.train import train
 from sharding import MeshSpec
+from tests import quick
 from tests.infer import adapters, engines
+from tests.train.runs import run_config
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, seed=1, logprobs=2)
 
@@ -216,6 +223,32 @@ def test_files_are_found_again(tmp_path, float64):
         *[True] * (len(files) - 1),
     ]
     assert [r.sequences[0].tokens for r in engines.serve(second, serve)] == [r.sequences[0].tokens for r in want]
+
+
+@pytest.mark.parametrize("of", ["model", "run"])
+def test_files_within_the_models_folder_are_found_again(of, tmp_path):
+    """A folder of layers in that of the model or the run is no change of the model; one of its weights is."""
+    if of == "model":
+        folder = tmp_path / "model"
+        config = dataclasses.replace(engines.model_of("llama", "float32"), vocab_size=49152)
+        export_hf(HubModel(config, quick.params(config), config_json(config, 64)), folder)
+        open_source(find_model("smollm2")).tokenizer.save(folder)
+        weights = folder / "model.safetensors"
+    else:
+        folder = train(run_config(tmp_path, steps=2, every=2)).directory
+        weights = next(file for file in folder.glob("checkpoints/step_00000002/**/*") if file.is_file())
+    budget = OffloadBudget.parse(f"window=1,host=0B,disk={folder / 'layers'}")
+
+    def folders() -> set[str]:
+        open_streamed(folder, budget)
+        return {path.name for path in (folder / "layers").iterdir()}
+
+    first = folders()
+    assert len(first) == 1
+    assert folders() == first
+    later = weights.stat().st_mtime_ns + 10**9
+    os.utime(weights, ns=(later, later))
+    assert len(folders()) == 2
 
 
 @pytest.mark.drawn(3)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.checkpoint.storage.step_directories import StepDirectories
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.hub import HubError, find_model
@@ -96,12 +97,12 @@ def open_streamed(
     placement = budget.placement(unit_bytes, on_device)
     key = [
         str(path.resolve()),
-        _changed(path),
+        _changed(path, loaded.step),
         str(dtype),
         weights,
         str(loaded.step),
         *([f"{cut} slices"] if cut else []),
-        *([_changed(budget.active)] if cut and budget.active is not None else []),
+        *([_changed(budget.active, 0)] if cut and budget.active is not None else []),
     ]
     tell = None if progress is None else lambda done, total: progress("layers", done, total)
     return replace(loaded, params=StreamedWeights.of(loaded.model, ends, layers, placement, key, tell))
@@ -209,7 +210,12 @@ def _bytes_of(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _changed(path: Path) -> list[list[object]]:
-    """Names, sizes and times of change of a model's files."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+def _changed(path: Path, step: int) -> list[list[object]]:
+    """Names, sizes and times of change of a model's files; of a run those of a checkpoint.
+
+    Not of other folders within the model's, since files of layers may be in one of them.
+    """
+    checkpoints = path / "checkpoints"
+    own = checkpoints / StepDirectories(checkpoints).folder(step) if checkpoints.is_dir() else path
+    files = sorted(own.rglob("*") if own != path else own.iterdir()) if own.is_dir() else [path]
     return [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files if file.is_file()]

@@ -192,7 +192,7 @@ RATES = TierRates("drawn", (1, 4), (0.02, 0.03), (0.01, 0.01), host=1e9, disk=(4
 @functools.cache
 def smollm2_tokens(offload: str | None, weights: str) -> list[list[int]]:
     """Greedy tokens of SmolLM2 for a few prompts."""
-    from jaxllm.cli.tier_options import solve_placement
+    from jaxllm.cli.tier_options import ServedLoad, solve_placement
     from jaxllm.infer import LLM, SamplingParams, load_model
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
@@ -210,7 +210,8 @@ def smollm2_tokens(offload: str | None, weights: str) -> list[list[int]]:
                 budget = OffloadBudget.parse(text)
             else:
                 RATES.write(file := Path(folder) / "rates.json")
-                budget = functools.partial(solve_placement, dataclasses.replace(request, rates=file), sequences=4)
+                own = dataclasses.replace(request, rates=file)
+                budget = functools.partial(solve_placement, own, load=ServedLoad(4))
             loaded = open_streamed("smollm2", budget, weights=weights)
             assert isinstance(loaded.params, StreamedWeights)
         llm = LLM(loaded, config, manifest=None)
