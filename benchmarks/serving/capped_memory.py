@@ -8,7 +8,7 @@ by layer, Accelerate's disk offload and llama.cpp with mmap.
 bfloat16, which Accelerate reads. jaxllm packs the layers in int8, 1.1 GiB of files for the mixture and 0.1 GiB for
 SmolLM2, or has them in float32 with ``--weights plain``; with ``--llama-cpp``, an interpreter with xllamacpp and gguf,
 the model is written as GGUF in Q8_0 too. Each system runs in a process of its own within a control group whose memory,
-page cache included, is limited; before each run the files leave the page cache. One sequence decodes. Programs are
+page cache included, is limited; before each run the files leave the page cache. One sequence decodes, whose tokens are drawn at temperature 1. Programs are
 compiled before, without the limit. Needs Linux, and a control group for memory that may be written to.
 """
 
@@ -137,7 +137,8 @@ def decode_accelerate(folder: Path) -> float:
         for _ in range(1 + STEPS):
             begin = time.perf_counter()
             out = model(tokens, past_key_values=cache, use_cache=True)
-            tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            shares = torch.softmax(out.logits[:, -1].float(), -1)  # drawn, so that experts do not repeat themselves
+            tokens, cache = torch.multinomial(shares, 1), out.past_key_values
             seconds.append(time.perf_counter() - begin)
     return 1 / statistics.median(seconds[1:])
 
