@@ -8,8 +8,9 @@ by layer, Accelerate's disk offload and llama.cpp with mmap.
 bfloat16, which Accelerate reads. jaxllm packs the layers in int8, 1.1 GiB of files for the mixture and 0.1 GiB for
 SmolLM2, or has them in float32 with ``--weights plain``; with ``--llama-cpp``, an interpreter with xllamacpp and gguf,
 the model is written as GGUF in Q8_0 too. Each system runs in a process of its own within a control group whose memory,
-page cache included, is limited; before each run the files leave the page cache. One sequence decodes, whose tokens are drawn at temperature 1. Programs are
-compiled before, without the limit. Needs Linux, and a control group for memory that may be written to.
+page cache included, is limited; before each run the files leave the page cache. One sequence decodes, whose tokens are
+drawn at temperature 1. Programs are compiled before, without the limit. Needs Linux, and a control group for memory
+that may be written to.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 It reads lines "PROMPT TOKENS" and answers each with one of JSON: tokens of all sequences per second, from their first
 tokens on (llama.cpp's own times; those of the slowest sequence). Tokens are drawn at temperature 1, as those of
-``decode_step_seconds`` are: greedy ones of a random mixture repeat themselves, and so do their experts. No module but this interpreter's is imported.
+``decode_step_seconds`` are: greedy ones of a random mixture repeat themselves, and so do their experts. No module but
+this interpreter's is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> int:
     def complete(given: tuple[int, int, int]) -> dict[str, Any]:
         seed, prompt, tokens = given
         text = " ".join(random.Random(seed).choices(WORDS, k=prompt))
-        body = {"prompt": text, "n_predict": tokens, "temperature": 1.0, "seed": seed, "ignore_eos": True, "cache_prompt": False}
+        drawn = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
+        body = drawn | {"prompt": text, "n_predict": tokens, "ignore_eos": True, "cache_prompt": False}
         found = server.handle_completions(body)
         return (json.loads(found) if isinstance(found, str) else found)["timings"]
 
