@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.infer import RecompileError
+from jaxllm.infer import RecompileError, SamplingParams
 from jaxllm.infer.runner.program_cache import EngineProgram, ProgramCache, source_digest
 from jaxllm.infer.runner.step.packed_buffer import PackedBuffer
+from jaxllm.infer.streaming.streamed_weights import WeightPlacement
+from jaxllm.models import functional
+from jaxllm.quant.packing import pack_params
 from tests import environment, quick
+from tests.infer import engines
 from tests.power_cut import PowerCut, write_tree
 
 
@@ -137,6 +142,28 @@ def test_a_program_is_kept_by_what_it_depends_on_besides_its_arguments(tmp_path)
     make(tmp_path)
     assert make(tmp_path, one=dataclasses.replace(program(), key=["other"]))[1].counts.compiled == 1
     assert make(tmp_path)[1].counts.loaded == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_formats_whose_arrays_are_alike_do_not_share_programs(streamed, tmp_path):
+    """Three-bit integers and three-bit tables have arrays of the same shapes, and other programs."""
+    model, plain = functional(engines.model_of("llama", "float32")), engines.params_of("llama", "float32")
+    params = {name: pack_params(model, plain, name) for name in ("int3", "lut3")}
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(one)] for one in params.values()]
+    assert shapes[0] == shapes[1]
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, seed=1, logprobs=1)
+
+    def served(name: str, folder: Path | None) -> tuple[Any, int]:
+        placement = WeightPlacement(1) if streamed else None
+        engine = engines.build(
+            engines.ENGINES["roomy"], "llama", params=params[name], manifest=folder, placement=placement
+        )
+        (made,) = engines.serve(engine, [{"prompt": [5, 6, 7], "params": greedy}])
+        return (made.sequences[0].tokens, made.sequences[0].logprobs), engine.runner.program_cache.counts.compiled
+
+    served("int3", tmp_path)
+    assert served("lut3", tmp_path)[0] == served("lut3", None)[0]
+    assert served("int3", tmp_path)[1] == 0
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path):

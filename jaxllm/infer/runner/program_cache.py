@@ -312,10 +312,11 @@ def source_of(row: Any) -> str:
 
 
 def describe(tree: Any) -> Any:
-    """JSON-able description of abstract arrays."""
+    """JSON-able description of abstract arrays, and of what their tree says beside them, such as a packed format."""
+    leaves, structure = jax.tree.flatten(tree)
     return [
-        [jax.tree_util.keystr(path), str(x.dtype), list(x.shape), str(getattr(x, "sharding", "")), *_own_layout(x)]
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        str(structure),
+        *([str(x.dtype), list(x.shape), str(getattr(x, "sharding", "")), *_own_layout(x)] for x in leaves),
     ]
 
 
