@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxllm import _renamed
-from jaxllm._platform import prefer_cpu_without_accelerator
+from jaxllm._platform import lift_host_memory_limit, prefer_cpu_without_accelerator
 
 if TYPE_CHECKING:
     import pallas_kernels as kernels
@@ -60,6 +60,7 @@ __all__ = [
 ]
 
 prefer_cpu_without_accelerator()
+lift_host_memory_limit()
 _renamed.install()
 
 

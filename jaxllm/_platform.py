@@ -1,4 +1,4 @@
-"""Platform selection: keeps jax quiet on machines with accelerator compilers but no accelerator."""
+"""Settings of XLA that it reads when it starts: no search for accelerators that are not there, host memory for GPUs."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def prefer_cpu_without_accelerator() -> None:
     """
     if sys.platform.startswith("linux") and not any(Path("/dev", name).exists() for name in DEVICE_FILES):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def lift_host_memory_limit() -> None:
+    """Lets GPUs pin as much host memory as there is, unless the user has set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
+
+    XLA pins 64 GiB at most by default, and what is offloaded beyond that fails. Nothing is reserved by the limit.
+    """
+    if sys.platform.startswith("linux"):
+        gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, gib)))

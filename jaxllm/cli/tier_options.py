@@ -109,6 +109,8 @@ def _solved(request: FitRequest, model: ModelBytes, load: ServedLoad) -> FittedP
     found = fit(model, rates, limits, batches, request.windows, request.loaders, slots)
     best = max(found, key=lambda one: one.tokens_per_second)
     print(f"{show(found)}\nchosen for batches of {best.batch}: --offload {best.budget}", file=sys.stderr, flush=True)
+    if rates.device != (here := jax.devices()[0].device_kind):
+        print(f"rates={request.rates} are of {rates.device}, and this is {here}", file=sys.stderr, flush=True)
     if request.prompt is not None:
         print(_throughput(best, model, rates, request.prompt, limits.length, load), file=sys.stderr, flush=True)
     return best

@@ -242,6 +242,7 @@ def test_the_fastest_format_is_chosen(tmp_path, capsys):
     assert chosen == "int8"
     assert f"chosen: --weights int8 --offload {budget}" in said
     assert "no placement fits" in said  # in int4
+    assert f"r-int8.json are of {RATES.device}, and this is {jax.devices()[0].device_kind}" in said
     seconds = {}
     for name in ("plain", "int8"):
         rates = TierRates.read(tmp_path / f"r-{name}.json")

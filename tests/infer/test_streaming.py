@@ -142,6 +142,30 @@ def test_experts_in_slots_are_resident_experts(model, slots, eviction, where, rn
     assert engine.runner.program_cache.counts.late == 0
 
 
+def test_what_pinned_memory_has_no_room_for_stays_where_it_is(monkeypatch, float64):
+    """With a warning that names the limit; what is served is the same."""
+    put, asked = jax.device_put, Counter[str]()
+
+    def refusing(tree, place=None, **more):
+        if getattr(place, "memory_kind", None) == "pinned_host":
+            asked["pinned"] += 1
+            if asked["pinned"] > 1:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of host memory")
+        return put(tree, place, **more)
+
+    monkeypatch.setattr(pinned_memory.jax, "device_put", refusing)
+    monkeypatch.setattr(layer_store, "can_pin", pinned_memory.has_kinds)
+    config, serve = engines.ENGINES["roomy"], [{"prompt": [5, 6, 7], "params": GREEDY}]
+    with pytest.warns(UserWarning, match="XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
+        engine = engines.build(config, "llama", "float64", placement=WeightPlacement(2))
+    kinds = Counter(
+        isinstance(jax.tree.leaves(store._units[unit])[0], np.ndarray)
+        for unit, store in runner_of(engine).window.stores.items()
+    )
+    assert kinds == {False: 1, True: len(runner_of(engine).units) - 1}
+    assert engines.error("llama", "float64", engines.serve(engine, serve)) <= 1e-12
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("model", "slots"), [("llama", 0), ("mixtral", 2)])
 def test_pinned_layers_and_experts_are_the_same(model, slots, rng, float64, monkeypatch):

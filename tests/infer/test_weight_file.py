@@ -75,9 +75,26 @@ def test_errors_of_direct_reads_are_those_of_buffered_ones(tmp_path):
         read_bytes(path, file_state(path), "layer 3", checksum, direct=True)
     with pytest.raises(WeightsUnavailableError, match="changed"):  # it ends too early
         read_bytes(path, file_state(path), "layer 3", None, 0, state[0] + 4096, direct=True)
+    with pytest.raises(WeightsUnavailableError, match=r"layer 3.*no memory for its 4611686018427387904 bytes"):
+        read_bytes(path, file_state(path), "layer 3", None, 0, 2**62)
     path.unlink()
     with pytest.raises(WeightsUnavailableError, match="cannot be read"):
         read_bytes(path, state, "layer 3", None, direct=True)
+
+
+def test_a_change_while_a_file_is_read_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "weights.bin"
+    write_arrays(path, [TREE])
+    state, read = file_state(path), os.preadv
+
+    def reading(handle, buffers, offset):
+        found = read(handle, buffers, offset)
+        path.write_bytes(b"x" * state[0])
+        return found
+
+    monkeypatch.setattr(weight_file.os, "preadv", reading)
+    with pytest.raises(WeightsUnavailableError, match="was changed"):
+        read_bytes(path, state, "layer 3", None)
 
 
 def test_layers_are_read_past_the_cache_where_it_has_no_room(tmp_path, monkeypatch):
@@ -123,6 +140,8 @@ def test_free_memory_is_what_limits_leave(tmp_path, monkeypatch, second):
         for file, value in zip(names, (most, used), strict=True):
             (root / name / file).write_text(f"{value}\n")
         rows = {"anon": 5, "active_file": cached // 4, "inactive_file": cached - cached // 4}
+        if not second:  # of the group alone, and of those in it too
+            rows = {"active_file": 0, "inactive_file": 1, **{f"total_{key}": size for key, size in rows.items()}}
         (root / name / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in rows.items()))
 
     group("pod/box", "max" if second else 2**63 - 4096, 2 * GIB, GIB)

@@ -43,7 +43,8 @@ def _left_in_groups() -> Iterator[int]:
             try:
                 most, used = ((root / group / file).read_text().strip() for file in MEMORY_FILES[second])
                 fields = dict(row.split() for row in (root / group / "memory.stat").read_text().splitlines())
-                cached = sum(int(fields.get(name, 0)) for name in CACHE)
+                # In version 1 that of the groups below is apart, and the use is of all of them.
+                cached = sum(int(fields.get(f"total_{name}", fields.get(name, 0))) for name in CACHE)
                 if most != "max":
                     yield max(0, int(most) - int(used) + cached)
             except (OSError, ValueError):

@@ -99,8 +99,8 @@ class OffloadBudget:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
         if "host" in found and "disk" not in found and not limits:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
-        if not {"absent", "experts_host"}.isdisjoint(found) and "experts" not in found:
-            raise ValueError(f"{text!r} says what becomes of absent experts; give experts=SLOTS too.")
+        if not {"absent", "evict", "experts_host"}.isdisjoint(found) and "experts" not in found:
+            raise ValueError(f"{text!r} says what becomes of experts in no slot; give experts=SLOTS too.")
         if "slices" in found and "experts" not in found:
             raise ValueError(f"{text!r} cuts layers into slices; give experts=SLOTS, how many are on the device, too.")
         if "active" in found and "slices" not in found:

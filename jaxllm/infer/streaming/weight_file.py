@@ -81,6 +81,7 @@ def read_bytes(
         try:
             changed = file_state(path) != list(state)
             buffer = _bytes_of(path, begin, 0 if changed else size, direct)
+            changed = changed or file_state(path) != list(state)  # while it was read
             break
         except OSError as error:
             if attempt + 1 == READ_ATTEMPTS:
@@ -88,6 +89,11 @@ def read_bytes(
                     f"{path} ({what}) cannot be read: {error}. Check the disk; files that are missing "
                     "are written anew when the model is loaded again."
                 ) from error
+        except MemoryError as error:
+            raise WeightsUnavailableError(
+                f"{path} ({what}) cannot be read: the host has no memory for its {size} bytes. Give a smaller "
+                "window or fewer loaders."
+            ) from error
     if changed or len(buffer) < size:
         raise WeightsUnavailableError(
             f"{path} ({what}) was changed while the model is in use; the file is written anew when the "
