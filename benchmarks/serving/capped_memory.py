@@ -154,7 +154,8 @@ def systems(args: argparse.Namespace) -> dict[str, list[str]]:
     here, folder = [sys.executable, "-m", "benchmarks.serving.capped_memory", "--folder", str(args.folder)], args.folder
     disk = folder / "layers"
     slots = f"window=2,host=0B,disk={disk},experts=2,experts_host=0B,loaders=2"
-    found = ({"jaxllm, experts in slots": slots} if is_mixture(folder) else {}) | {
+    mixture = {"jaxllm, experts in slots": slots, "jaxllm, none loaded ahead": f"{slots},ahead=none"}
+    found = (mixture if is_mixture(folder) else {}) | {
         "jaxllm, layers, read ahead": f"window=2,host=0B,disk={disk},loaders=2",
         "jaxllm, layers, one at a time": f"window=1,host=0B,disk={disk},loaders=1",
     }

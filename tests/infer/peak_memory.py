@@ -88,7 +88,7 @@ class Served:
             )
         return WeightPlacement(
             self.window, 0, 0 if self.where == "files" else None, files, loaders=1, expert_slots=self.slots,
-            prefetch=False, expert_host_bytes=None if self.experts is None else self.experts * expert, cache=cache,
+            ahead="none", expert_host_bytes=None if self.experts is None else self.experts * expert, cache=cache,
         )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def test_a_layers_file_fails_the_step_of_all_batches_and_devices(where, damage: 
 def test_an_expert_that_the_host_computes_cannot_be_read(damage: Damage, tmp_path):
     costs = ExpertCosts(load=1.0, device=1.0, rows=(1, 4, 16), host=(1.0, 1.0, 1.0))
     placement = WeightPlacement(
-        1, 9, 0, tmp_path, expert_slots=1, expert_host_bytes=0, absent="host", expert_costs=costs, prefetch=False
+        1, 9, 0, tmp_path, expert_slots=1, expert_host_bytes=0, absent="host", expert_costs=costs, ahead="none"
     )
     engine = engines.build(CONFIG, "mixtral", placement=placement)
     want, stage = served(engine), runner_of(engine).experts

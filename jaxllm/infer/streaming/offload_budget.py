@@ -13,13 +13,15 @@ from pathlib import Path
 
 from jaxllm.infer.streaming.blocks.cache_placement import STREAM_TIERS, CachePlacement, StreamTier
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, AbsentExperts
-from jaxllm.infer.streaming.experts.expert_slots import Eviction
+from jaxllm.infer.streaming.experts.expert_slots import LOOK_AHEAD, Eviction, LookAhead
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_fit, spread
 
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
+USAGE += f"ahead={'|'.join(LOOK_AHEAD)},"
 USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,active=FILE,"
 USAGE += "batches=N,kv_device=GiB,kv_host=GiB,kv_tokens=N,"
 USAGE += f"streams={'|'.join(STREAM_TIERS)}"
+_WORDS = {"evict": ("lru", "score"), "ahead": LOOK_AHEAD, "absent": SCHEDULES, "streams": STREAM_TIERS}
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
 
 
@@ -36,6 +38,7 @@ class OffloadBudget:
         experts: experts of each mixture layer on the device, see ``WeightPlacement``; the others are on the host, and
             the bytes above are of the rest of the layers. 0: experts go with their layers.
         evict: which expert leaves.
+        ahead: which experts are loaded before they are wanted, see ``WeightPlacement``.
         experts_host: bytes of experts in the host's memory, the others in files of ``disk``; None: all.
         absent: who computes experts that are in no slot, see ``WeightPlacement``.
         slices: slices of each dense feed-forward layer, which are its experts then, see ``mlp_slices``; 0: layers are
@@ -56,6 +59,7 @@ class OffloadBudget:
     experts: int = 0
     experts_host: int | None = None
     evict: Eviction = "lru"
+    ahead: LookAhead = "router"
     absent: AbsentExperts = "load"
     slices: int = 0
     active: Path | None = None
@@ -91,7 +95,7 @@ class OffloadBudget:
                 number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)
             ):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
-            elif value in {"evict": ("lru", "score"), "absent": SCHEDULES, "streams": STREAM_TIERS}.get(name, ()):
+            elif value in _WORDS.get(name, ()):
                 found[name] = value
             elif name in ("disk", "active") and value:
                 found[name] = Path(value)
@@ -99,7 +103,7 @@ class OffloadBudget:
                 raise ValueError(f"{part!r} is no part of an offload budget; give {USAGE}, such as window=2,host=8GiB.")
         if "host" in found and "disk" not in found and not limits:
             raise ValueError(f"{text!r} limits the host's bytes; give disk=DIR for the other layers.")
-        if not {"absent", "evict", "experts_host"}.isdisjoint(found) and "experts" not in found:
+        if not {"absent", "evict", "ahead", "experts_host"}.isdisjoint(found) and "experts" not in found:
             raise ValueError(f"{text!r} says what becomes of experts in no slot; give experts=SLOTS too.")
         if "slices" in found and "experts" not in found:
             raise ValueError(f"{text!r} cuts layers into slices; give experts=SLOTS, how many are on the device, too.")
@@ -128,7 +132,7 @@ class OffloadBudget:
         parts.append(f"loaders={self.loaders}")
         if self.experts:
             parts += [] if self.experts_host is None else [f"experts_host={self.experts_host}B"]
-            parts += [f"experts={self.experts}", f"evict={self.evict}", f"absent={self.absent}"]
+            parts += [f"experts={self.experts}", f"evict={self.evict}", f"ahead={self.ahead}", f"absent={self.absent}"]
             parts += [f"slices={self.slices}"] if self.slices else []
             parts += [] if self.active is None else [f"active={self.active}"]
         if self.cache is not None:
@@ -160,5 +164,5 @@ class OffloadBudget:
         on_host = None if self.host is None else most_that_fit(others, self.host)
         return WeightPlacement(
             self.window, resident, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
-            absent=self.absent, expert_host_bytes=self.experts_host, cache=self.cache,
+            ahead=self.ahead, absent=self.absent, expert_host_bytes=self.experts_host, cache=self.cache,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import jax
 from jaxllm.infer.streaming.blocks.cache_placement import CachePlacement
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, AbsentExperts, ExpertCosts
-from jaxllm.infer.streaming.experts.expert_slots import Eviction
+from jaxllm.infer.streaming.experts.expert_slots import LOOK_AHEAD, Eviction, LookAhead
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import (
     HostLayers,
@@ -46,7 +46,8 @@ class WeightPlacement:
         expert_slots: experts of each mixture layer that are on the device, all others on the host; the units are the
             rest of the layers then. 0: experts go with their layers.
         eviction: which expert leaves, see ``ExpertSlots``.
-        prefetch: experts that the next layer's router would choose now are loaded ahead.
+        ahead: experts that are loaded before the next layer wants them: those that its router would choose now
+            ("router"), those that tokens took so far after experts like those of this layer ("statistics"), or none.
         absent: wanted experts that are in no slot: their weights are copied to slots ("load"); the host's processor
             computes them ("host"); or whichever costs less, for each alone ("by_cost") or for all experts of the layer
             together ("schedule"), see ``expert_schedule``.
@@ -64,13 +65,15 @@ class WeightPlacement:
     loaders: int = 2
     expert_slots: int = 0
     eviction: Eviction = "lru"
-    prefetch: bool = True
+    ahead: LookAhead = "router"
     absent: AbsentExperts = "load"
     expert_costs: ExpertCosts | None = None
     expert_host_bytes: int | None = None
     cache: CachePlacement | None = None
 
     def __post_init__(self) -> None:
+        if self.ahead not in LOOK_AHEAD:
+            raise ValueError(f"experts ahead = {self.ahead!r}; legal: {', '.join(map(repr, LOOK_AHEAD))}.")
         if self.absent not in SCHEDULES:
             raise ValueError(f"absent experts = {self.absent!r}; legal: {', '.join(map(repr, SCHEDULES))}.")
         if self.expert_host_bytes is not None and (not self.expert_slots or self.disk is None):

@@ -158,7 +158,7 @@ def active_slices_of_a_trained_model(seed: int) -> dict[str, float]:
         (active_share(gate), (h @ active.layers[n][0] + active.layers[n][1] > 0).mean())
         for n, h, gate, _ in activity(model, ends, layers, rows[:16])
     ]
-    placement = WeightPlacement(1, 99, expert_slots=SLOTS, prefetch=False)
+    placement = WeightPlacement(1, 99, expert_slots=SLOTS, ahead="none")
     weights = StreamedWeights.of(sliced, ends, SlicedLayers(layers, DENSE, SLICES, active), placement)
     config = EngineConfig(
         max_sequences=1, max_batched_tokens=16, max_len=160, layer_window=1, samplers=("plain",), buckets=(1, 16)

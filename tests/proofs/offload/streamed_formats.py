@@ -14,6 +14,7 @@ import sharding
 from jaxllm.infer import Engine, EngineConfig, Request
 from jaxllm.infer.streaming.blocks.block_runner import BlockRunner
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES
+from jaxllm.infer.streaming.experts.expert_slots import LOOK_AHEAD
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
 from jaxllm.models import MoeConfig
@@ -72,7 +73,7 @@ def drawn_placement(
             placement,
             expert_slots=int(rng.integers(1, experts + 1)),
             eviction=str(rng.choice(["lru", "score"])),
-            prefetch=bool(rng.random() < 0.5),
+            ahead=str(rng.choice(LOOK_AHEAD)),
             absent="load" if config.batch_invariant else str(rng.choice(list(SCHEDULES))),  # type: ignore[arg-type]
         )
         if placement.disk is not None and rng.random() < 0.7:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.infer import EngineConfig
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES
+from jaxllm.infer.streaming.experts.expert_slots import LOOK_AHEAD
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
 from jaxllm.infer.streaming.tier_rates import TierRates
@@ -81,7 +82,7 @@ def check_window(engine: Any, placement: WeightPlacement) -> None:
     counts=("wanted", "hits", "loads", "on_host"),
 )
 def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
-    """Random traffic over mixtures with any number of expert slots, either eviction, with and without prefetch.
+    """Random traffic over mixtures with any number of expert slots, either eviction, by each way to look ahead.
 
     They wait on the host, or in files with some of them on the host. Absent experts are loaded, or the host's processor
     computes them, by any of the choices, with measured costs.
@@ -97,7 +98,7 @@ def experts_in_slots_are_resident(seed: int) -> dict[str, float]:
             drawn(rng, units + 1, Path(folder)),
             expert_slots=int(rng.integers(1, experts + 1)),
             eviction=str(rng.choice(["lru", "score"])),
-            prefetch=bool(rng.random() < 0.5),
+            ahead=str(rng.choice(LOOK_AHEAD)),
             absent="load" if way == "invariant" else str(rng.choice(list(SCHEDULES))),  # type: ignore[arg-type]
         )
         if placement.disk is not None and rng.random() < 0.7:

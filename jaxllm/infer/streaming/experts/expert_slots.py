@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 Eviction = Literal["lru", "score"]
+LookAhead = Literal["router", "statistics", "none"]
+LOOK_AHEAD: tuple[LookAhead, ...] = ("router", "statistics", "none")
 DECAY = 0.9
 """Weight of the former score of an expert against the router's share in a step."""
 

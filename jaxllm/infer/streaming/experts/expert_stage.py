@@ -10,6 +10,7 @@ Legend: B replicas (1), T rows of the flat batch, A experts of a token, E expert
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from jaxllm.infer.runner.program_cache import EngineProgram
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES, ExpertCosts
 from jaxllm.infer.streaming.experts.expert_slots import ExpertSlots, SlotCounts, empty_slots, wanted_experts
+from jaxllm.infer.streaming.experts.expert_statistics import ExpertStatistics
 from jaxllm.infer.streaming.experts.host_experts import HostExperts, write_expert
 from jaxllm.infer.streaming.experts.host_processor import HostProcessor, fastest
 from jaxllm.infer.streaming.experts.mixture_parts import MixtureParts, with_experts
@@ -105,7 +107,13 @@ class ExpertStage:
         place: Any,
         most: int,
     ):
-        self._experts, self._place, self.looks_ahead = experts, place, placement.prefetch
+        self._experts, self._place, self.looks_ahead = experts, place, placement.ahead == "router"
+        self._taken: tuple[tuple[Unit, str], Int[np.ndarray, "T A"]] | None = None
+        self._after, self._statistics = dict[tuple[Unit, str], tuple[Unit, str]](), dict[Any, ExpertStatistics]()
+        if placement.ahead == "statistics":
+            order = sorted(experts, key=lambda key: (key[0].first, int(key[1])))
+            self._after = dict(itertools.pairwise(order))
+            self._statistics = {b: ExpertStatistics(len(experts[a]), len(experts[b])) for a, b in self._after.items()}
         self._schedule, self._given_costs = SCHEDULES[placement.absent], placement.expert_costs
         self.costs = dict[str, ExpertCosts]()
         self._host = None if placement.absent == "load" else HostProcessor(most)
@@ -258,6 +266,7 @@ class ExpertStage:
         numbers = np.where(np.asarray(routed.shares)[0] == 0, count, np.asarray(routed.chosen)[0])
         wanted = wanted_experts(numbers, routed.tokens, count)
         routed = self._asked(programs, routed)  # its weights may have come meanwhile
+        self._see(key, numbers[: routed.tokens])
         if slots.eviction == "score":
             slots.see(np.asarray(routed.of_router)[0, : routed.tokens].mean(axis=0))
         self._finish_ahead(programs, key)
@@ -282,7 +291,17 @@ class ExpertStage:
             after, guess = routed.guess
             experts = wanted_experts(np.asarray(guess)[0], routed.tokens, len(self.slots[after].table))
             self._load_ahead(programs, after, experts)
+        elif key in self._after:
+            after, own = self._after[key], numbers[: routed.tokens]
+            guess = self._statistics[after].guess(own, own.shape[1])
+            self._load_ahead(programs, after, wanted_experts(guess, len(own), len(self.slots[after].table)))
         return hidden
+
+    def _see(self, key: tuple[Unit, str], numbers: Int[np.ndarray, "T A"]) -> None:
+        """Counts which experts tokens take after those of the layer before."""
+        if self._taken is not None and self._after.get(self._taken[0]) == key:
+            self._statistics[key].see(self._taken[1], numbers)
+        self._taken = (key, numbers) if self._after else None
 
     def _on_host(
         self, programs: Mapping[str, Any], routed: RoutedLayer, wanted: list[int], numbers: Int[np.ndarray, "T A"]
