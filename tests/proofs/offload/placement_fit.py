@@ -40,7 +40,7 @@ def drawn(rng: np.random.Generator) -> tuple[ModelBytes, TierRates, TierLimits]:
     limits = TierLimits(
         float(rng.uniform(0.2, 2) * total), float(rng.uniform(0.1, 1.2) * total),
         Path("d") if rng.random() < 0.7 else None, length=int(rng.integers(1, 10)),
-        loaders=int(rng.integers(1, 4)),
+        loaders=int(rng.integers(1, 4)), page=1,
     )  # fmt: skip
     return model, rates, limits
 
