@@ -389,12 +389,15 @@ def test_a_step_with_slots_by_hand():
     slots = dataclasses.replace(slots, files=((11, 12), (9, 6), (2, 4)))
     with_files = dataclasses.replace(measured, slots=slots)
     assert predict(MIXTURE, with_files, half, 1).seconds == pytest.approx(0.5 + (7 + 10) / 2)
-    # No router is asked ahead of a layer that is not there: with a window of one, all but the first of those streamed.
+    # No router is asked ahead of a layer that is not there: with a window of one, all but the first of those streamed;
+    # nor of the first one, before which there is none.
     slots = dataclasses.replace(slots, host_late=((19, 20), (9, 10), (2, 4)))
     late = predict(MIXTURE, dataclasses.replace(RATES, slots=slots, host=1e9), OffloadBudget(1, 0, experts=4), 1)
     assert late.late == 0.9
-    assert late.seconds == pytest.approx(0.5 + 0.1 * 7 + 0.9 * 14)
-    assert predict(MIXTURE, dataclasses.replace(RATES, slots=slots), budget, 1).late == 0
+    assert late.seconds == pytest.approx(0.5 + 14)
+    there = predict(MIXTURE, dataclasses.replace(RATES, slots=slots, host=1e9), OffloadBudget(2, 0, experts=4), 1)
+    assert there.late == 0
+    assert there.seconds == pytest.approx(0.5 + 0.9 * 7 + 0.1 * 14)
     # Layers and experts share the link: 10 layers of 20 bytes, and of each one expert of 10, at 100 bytes/s. Alone
     # either would hide behind computing, which takes 2.5 s with its loads.
     both = predict(MIXTURE, dataclasses.replace(RATES, host=100.0), OffloadBudget(4, 0, experts=4), 1)
@@ -404,6 +407,7 @@ def test_a_step_with_slots_by_hand():
     fewer = dataclasses.replace(RATES, host=50.0, slots=few)
     assert predict(MIXTURE, fewer, OffloadBudget(4, 0, experts=4), 1).seconds == pytest.approx(4.2)
     # Reads by more threads than were measured: 8 tokens miss 3.6 experts of a layer, one token misses one.
+    slots = dataclasses.replace(slots, host_late=())
     with_files = dataclasses.replace(RATES, slots=slots, disk=(50.0, 80.0))
     two, one = (dataclasses.replace(budget, disk=DISK, experts_host=0, loaders=n) for n in (2, 1))
     assert predict(MIXTURE, with_files, one, 8).seconds == pytest.approx(0.5 + 9)

@@ -304,7 +304,8 @@ def predict(
     places, rest = SlotPlaces(budget.experts, 1 - on_host / whole, budget.loaders), _without_experts(model)
     loaded = link_seconds(mixtures, rates, places, batch)
     ahead = _predict_layers(rest, rates_with_slots(mixtures, rates, places), budget, batch, length, page, loaded)
-    with_slots = rates_with_slots(mixtures, rates, replace(places, late=ahead.late))
+    late = min(1.0, ahead.late + 1 / mixtures.layers)  # no layer asks the first one's router ahead
+    with_slots = rates_with_slots(mixtures, rates, replace(places, late=late))
     one = _predict_layers(rest, with_slots, budget, batch, length, page, loaded)
     computing = rates_with_slots(mixtures, rates, SlotPlaces(mixtures.experts)).layers(batch)
     loads = with_slots.layers(batch) - computing
