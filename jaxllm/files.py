@@ -1,5 +1,7 @@
 """File helpers: errors that name file and row, content hashes, atomic and durable writes, and the cache folder."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
@@ -72,6 +74,19 @@ def atomic(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """File lock: of all threads and processes that name the same directory, one at a time runs its block.
+
+    The locked file in it stays. Where it cannot be made or locked, as in a read-only directory and on some network
+    mounts, blocks run unguarded.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context((directory / ".lock").open("a")), fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

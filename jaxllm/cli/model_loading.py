@@ -29,6 +29,7 @@ def load_with_progress(
     pools: str | None = None,
     sequences: int = 1,
     step_tokens: int | None = None,
+    max_len: int | None = None,
     adapter_ranks: int = 0,
     kv_format: str = "auto",
     progress: Listener | None = None,
@@ -41,6 +42,8 @@ def load_with_progress(
         pools: pools of the engine; weights beside an attention pool are loaded into the host's memory first.
         sequences: most sequences of a batch, which a placement is solved for.
         step_tokens: most tokens of a step, by which the throughput of a placement is predicted; None: the default.
+        max_len: most tokens of a sequence of the engine, which a placement leaves room for; None: as many as the model
+            was trained on.
         adapter_ranks: ranks of adapters that the device is to hold, which a placement leaves room for.
         kv_format: of the KV cache, which a placement leaves room for.
         progress: told "loading" and how many tensors are loaded, of how many, instead of the bar.
@@ -51,8 +54,10 @@ def load_with_progress(
         UsageError: there is no such directory.
     """
     from jaxllm.cli.tier_options import ServedLoad, solve_format, solve_placement
-    from jaxllm.infer import load_model
+    from jaxllm.infer import EngineConfig, load_model
+    from jaxllm.infer.kv_cache_options import with_kv_cache
     from jaxllm.infer.pools.pool_argument import are_attention_pools
+    from jaxllm.infer.runner.paged_cache import with_whole_tiles
     from jaxllm.infer.runner.serving_mesh import loading_mesh, mesh_of
     from jaxllm.infer.streaming.fit_request import FitRequest
     from jaxllm.infer.streaming.offload_budget import OffloadBudget
@@ -60,6 +65,7 @@ def load_with_progress(
     from jaxllm.infer.streaming.sharded_layers import check_streamed_mesh
     from jaxllm.infer.streaming.streamed_weights import StreamedWeights
     from jaxllm.quant import describe_packed
+    from pallas_kernels._compat import target_device
 
     if generation_config not in ("auto", "none") and not (Path(generation_config) / "generation_config.json").is_file():
         raise UsageError(
@@ -74,7 +80,8 @@ def load_with_progress(
     with _tensor_progress(name, progress) as tell:
         if offload is not None:
             request, kept = FitRequest.parse(offload), "plain" if weights == "auto" else weights
-            load = ServedLoad(sequences, step_tokens, adapter_ranks)
+            paged = with_whole_tiles(with_kv_cache(EngineConfig(), kv_format), target_device().platform)
+            load = ServedLoad(sequences, step_tokens, adapter_ranks, max_len, paged.page_size or ServedLoad.page)
             sizes = {"dtype": dtype, "kv_dtype": "bfloat16" if kv_format == "bf16" else kv_format}
             if request is None:
                 budget = OffloadBudget.parse(offload)

@@ -27,11 +27,15 @@ class ServedLoad:
         sequences: most sequences of a batch.
         step_tokens: most tokens of a step, prompts and completions together; None: the engine's default.
         adapter_ranks: ranks of adapters that the device is to hold.
+        max_len: most tokens of a sequence; None: as many as the model was trained on.
+        page: tokens of a page of the KV cache.
     """
 
     sequences: int = 1
     step_tokens: int | None = None
     adapter_ranks: int = 0
+    max_len: int | None = None
+    page: int = 32
 
 
 def solve_placement(request: FitRequest, model: ModelBytes, load: ServedLoad) -> OffloadBudget:
@@ -97,7 +101,9 @@ def _solved(request: FitRequest, model: ModelBytes, load: ServedLoad) -> FittedP
     from jaxllm.infer.streaming.tier_rates import TierRates
 
     model = dataclasses.replace(model, ends=model.ends + load.adapter_ranks * model.adapter_rank)
-    limits = request.limits(jax.devices()[0].device_kind, jax.devices()[0].memory_stats())
+    device = jax.devices()[0]
+    limits = request.limits(device.device_kind, device.memory_stats(), load.max_len, model.longest)
+    limits = dataclasses.replace(limits, page=load.page)
     rates = _published(model, request) if request.rates is None else TierRates.read(request.rates)
     if limits.disk is not None and sum(model.units) > limits.host:
         rates = rates.cold()  # the page cache has no room for the files

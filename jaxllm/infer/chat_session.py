@@ -14,6 +14,8 @@ from jaxllm.infer.sampling_params import SEEDS, SamplingParams, with_sampling_de
 
 DEFAULT_TEMPERATURE = 0.7
 """Sampling temperature of a model whose authors recommend none."""
+FIRST_LENGTH = 2048
+"""Tokens of a conversation that the first engine has room for."""
 Message = dict[str, Any]
 """Message of a conversation, with "role" and "content", as templates expect it."""
 
@@ -109,7 +111,7 @@ class Chat:
     def _answer(self, ids: list[int], room: int) -> Iterator[str]:
         # A conversation that is too long for its engine gets a larger engine.
         if self._llm is None or self._llm.engine.max_len < len(ids) + room:
-            room_for = max(2048, len(ids) + room)
+            room_for = max(FIRST_LENGTH, len(ids) + room)
             full = self._params(room).needs_full
             sizes = single_user_config(
                 self.loaded,

@@ -340,6 +340,11 @@ def single_user_buckets() -> tuple[int, ...]:
     return (64,) if jax.default_backend() == "cpu" else (64, 512)
 
 
+def single_user_length(tokens: int) -> int:
+    """Tokens of a sequence that an engine for one user has room for, where so many are needed."""
+    return max(512, 1 << (tokens - 1).bit_length())
+
+
 def single_user_config(
     loaded: LoadedModel,
     tokens: int,
@@ -357,9 +362,7 @@ def single_user_config(
 
     The length is a power of two, so that compiled programs are found again for the next prompt.
     """
-    room = 512
-    while room < tokens:
-        room *= 2
+    room = single_user_length(tokens)
     most, _ = hard_limit(loaded.model.config)
     room = room if most is None else min(room, most)
     buckets = single_user_buckets()

@@ -278,6 +278,7 @@ def test_budgets_and_what_does_not_go_together(tmp_path):
         ("kv_host=1MiB,disk=d", "give kv_device"),
         ("kv_device=0B,kv_host=1MiB", "disk=DIR"),
         ("experts=2,batches=2", "experts in slots"),
+        ("kv_limit=1GiB,batches=2", "give kv_tokens"),
         ("streams=disk", "no part"),
         ("batches=0", "no part"),
     ):

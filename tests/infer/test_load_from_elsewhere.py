@@ -112,7 +112,7 @@ def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: p
     ).write(rates)  # fmt: skip
     command = ["generate", model, "--prompt", "Hello", "--max-tokens", "6", "--temperature", "0"]
     said = []
-    limits = f"fit,device=70KiB,length=64,prompt=8,rates={rates}"
+    limits = f"fit,device=130KiB,length=64,prompt=8,rates={rates}"
     for offload in (
         (),
         ("--offload", f"{limits},host=1MiB"),
@@ -131,12 +131,13 @@ def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: p
     assert said == [said[0]] * 3
     # int8 has a quarter of the bytes: of the two formats it is the one that is fast over such a link.
     assert (
-        cli.main([*command, "--offload", f"fit,device=52KiB,host=1MiB,length=64,formats=plain+int8,rates={rates}"]) == 2
+        cli.main([*command, "--offload", f"fit,device=112KiB,host=1MiB,length=64,formats=plain+int8,rates={rates}"])
+        == 2
     )
     assert "of one format" in capsys.readouterr().err
     for weights in ("plain", "int8"):
         TierRates.read(rates).write(tmp_path / f"rates-{weights}.json")
-    formats = f"device=52KiB,host=1MiB,length=64,formats=plain+int8,rates={tmp_path}/rates-{{}}.json"
+    formats = f"device=82KiB,host=1MiB,length=64,formats=plain+int8,rates={tmp_path}/rates-{{}}.json"
     assert cli.main([*command, "--kv-format", "int8", "--offload", f"fit,{formats}"]) == 0
     out, err = capsys.readouterr()
     assert "chosen: --weights int8 --offload " in err

@@ -124,7 +124,7 @@ def test_loaders_are_as_many_as_pay_within_the_hosts_limit():
     rates = dataclasses.replace(RATES, disk=(20.0, 40.0, 50.0))
     chosen = {}
     for host in (100, 200, 400, 700, 900):
-        limits = TierLimits(device=300, host=host, disk=DISK, length=10)
+        limits = TierLimits(device=300, host=host, disk=DISK, length=10, page=1)
         seconds = {}
         for loaders in LOADERS:
             with contextlib.suppress(DoesNotFitError):
@@ -148,7 +148,9 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         ("fit,absent=host,experts=2", "slots which load them"),
         ("fit,experts=2,batches=4", "batches by turns"),
         ("fit,experts_host=2", "fit finds that"),
+        ("fit,kv_limit=1GiB", "fit finds that"),
         ("fit,length=x", "number of tokens"),
+        ("fit,prompt=0", "number of tokens"),
         ("fit,device=much", "no part"),
         ("fit,rates=", "no part"),
     ):
@@ -221,6 +223,44 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         FitRequest.parse("fit,length=10,prompt=10")
     with pytest.raises(UsageError, match="bench MODEL --tiers"):
         solve_placement(dataclasses.replace(request, rates=None), MODEL, ServedLoad(4))
+
+
+@pytest.mark.parametrize(
+    ("asked", "load", "longest", "tokens"),
+    [
+        (10, ServedLoad(4, page=8), 0, 4 * 16 + 8),
+        (None, ServedLoad(4, max_len=20, page=8), 99, 4 * 24 + 8),  # the engine's length
+        (10, ServedLoad(4, max_len=80, page=8), 99, 80 + 8),  # one of the longest
+        (10, ServedLoad(1, page=8), 99, 104 + 8),
+        (None, ServedLoad(1), 0, 1024 + 32),
+    ],
+)
+@pytest.mark.parametrize("batches", [None, 1])
+def test_the_kv_cache_is_within_the_devices_limit(tmp_path, asked, load, longest, tokens, batches):
+    """Pages for all sequences, at least for one of the greatest length, and one more; the budget has that limit."""
+    rates = dataclasses.replace(RATES, host=1e9)  # the largest batch is the fastest
+    rates.write(file := tmp_path / "rates.json")
+    request = FitRequest(2000, 10**5, rates=file, length=asked, windows=(1,), batches=batches)
+    model = dataclasses.replace(MODEL, token=1, stream=0, longest=longest)
+    budget = solve_placement(request, model, load)
+    if batches is None:
+        assert budget.kv_limit == tokens
+        assert budget.device + 100 + 50 + tokens <= 2000
+    else:
+        assert budget.kv_tokens == tokens - load.page
+    assert OffloadBudget.parse(str(budget)) == budget
+    with contextlib.suppress(UsageError):  # with a byte less fewer sequences may fit
+        less = solve_placement(dataclasses.replace(request, device=150 + tokens - 1, batches=None), model, load)
+        assert less.kv_limit is not None
+        assert less.kv_limit < tokens
+
+
+def test_a_prompt_is_shorter_than_the_engines_sequences(tmp_path):
+    RATES.write(tmp_path / "rates.json")
+    request = FitRequest(5000, 10**4, rates=tmp_path / "rates.json", prompt=40)
+    solve_placement(request, MODEL, ServedLoad(1, max_len=41))
+    with pytest.raises(UsageError, match="below length = 40"):
+        solve_placement(request, MODEL, ServedLoad(1, max_len=40))
 
 
 def test_the_fastest_format_is_chosen(tmp_path, capsys):
@@ -350,12 +390,15 @@ def test_a_step_with_slots_by_hand():
     slots = dataclasses.replace(slots, files=((11, 12), (9, 6), (2, 4)))
     with_files = dataclasses.replace(measured, slots=slots)
     assert predict(MIXTURE, with_files, half, 1).seconds == pytest.approx(0.5 + (7 + 10) / 2)
-    # No router is asked ahead of a layer that is not there: with a window of one, all but the first of those streamed.
+    # No router is asked ahead of a layer that is not there: with a window of one, all but the first of those streamed;
+    # nor of the first one, before which there is none.
     slots = dataclasses.replace(slots, host_late=((19, 20), (9, 10), (2, 4)))
     late = predict(MIXTURE, dataclasses.replace(RATES, slots=slots, host=1e9), OffloadBudget(1, 0, experts=4), 1)
     assert late.late == 0.9
-    assert late.seconds == pytest.approx(0.5 + 0.1 * 7 + 0.9 * 14)
-    assert predict(MIXTURE, dataclasses.replace(RATES, slots=slots), budget, 1).late == 0
+    assert late.seconds == pytest.approx(0.5 + 14)
+    there = predict(MIXTURE, dataclasses.replace(RATES, slots=slots, host=1e9), OffloadBudget(2, 0, experts=4), 1)
+    assert there.late == 0
+    assert there.seconds == pytest.approx(0.5 + 0.9 * 7 + 0.1 * 14)
     # Layers and experts share the link: 10 layers of 20 bytes, and of each one expert of 10, at 100 bytes/s. Alone
     # either would hide behind computing, which takes 2.5 s with its loads.
     both = predict(MIXTURE, dataclasses.replace(RATES, host=100.0), OffloadBudget(4, 0, experts=4), 1)
@@ -365,6 +408,7 @@ def test_a_step_with_slots_by_hand():
     fewer = dataclasses.replace(RATES, host=50.0, slots=few)
     assert predict(MIXTURE, fewer, OffloadBudget(4, 0, experts=4), 1).seconds == pytest.approx(4.2)
     # Reads by more threads than were measured: 8 tokens miss 3.6 experts of a layer, one token misses one.
+    slots = dataclasses.replace(slots, host_late=())
     with_files = dataclasses.replace(RATES, slots=slots, disk=(50.0, 80.0))
     two, one = (dataclasses.replace(budget, disk=DISK, experts_host=0, loaders=n) for n in (2, 1))
     assert predict(MIXTURE, with_files, one, 8).seconds == pytest.approx(0.5 + 9)

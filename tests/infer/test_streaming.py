@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxllm.hub.families.config_json import config_json
 from jaxllm.hub.huggingface import HubModel, export_hf
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.runner.model_runner import ModelRunner
 from jaxllm.infer.runner.runner_protocol import StepFailedError
 from jaxllm.infer.streaming import layer_store, pinned_memory
 from jaxllm.infer.streaming.abstract_streamed import AbstractStreamedRunner
@@ -506,6 +508,29 @@ def test_tiers_are_spread_over_the_model_within_their_bytes():
         assert sum(on_device) <= device
         assert placement.host_units is not None
         assert sum(spread(others, placement.host_units)[0]) <= 4
+
+
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("memory", [None, {"bytes_limit": 1 << 26, "bytes_in_use": 0}])
+def test_pages_keep_to_the_limit_of_the_kv_cache(memory, monkeypatch):
+    """As many pages as the limit has room for, on a CPU and on a device that has more; pages that are given count."""
+    monkeypatch.setattr(ModelRunner, "_page_device", SimpleNamespace(memory_stats=lambda: memory))
+    config = dataclasses.replace(engines.ENGINES["roomy"], pages=None, max_len=64)
+
+    def pages(limit: int | None, given: int | None = None) -> tuple[int, int]:
+        placement = OffloadBudget(1, kv_limit=limit).placement([1] * 4)
+        engine = engines.build(dataclasses.replace(config, pages=given), "llama", placement=placement)
+        spec = engine.runner.spec
+        runner_of(engine).close()
+        return spec.pages[0], spec.groups[0].page_bytes(spec.page_size)
+
+    most, size = pages(None)
+    assert most > 12
+    assert pages(12 * size) == pages(13 * size - 1) == (12, size)
+    assert pages(10**12)[0] == most
+    assert pages(12 * size, given=20)[0] == 20
+    with pytest.raises(ValueError, match=r"64 tokens needs .* larger kv_limit"):
+        pages(8 * size)  # a sequence has 8 pages, and one of the pool is never used
 
 
 def test_counts_say_where_layers_came_from(tmp_path):

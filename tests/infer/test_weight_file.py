@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from jaxllm.infer.streaming import host_memory, layer_store, weight_file
+from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
+from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.layer_store import LayerFiles, Unit
 from jaxllm.infer.streaming.weight_file import (
     WeightsUnavailableError,
@@ -97,13 +102,21 @@ def test_a_change_while_a_file_is_read_is_told(tmp_path, monkeypatch):
         read_bytes(path, state, "layer 3", None)
 
 
+class Numbered:
+    """Store whose units are full of their number."""
+
+    tier = "loaded"
+
+    def __init__(self):
+        self.reads = 0
+
+    def read(self, unit: Unit, device: jax.Device):
+        self.reads += 1
+        time.sleep(0.002)
+        return {"0": {"w": jax.device_put(np.full(10_000, unit.first, np.float32), device)}}
+
+
 def test_layers_are_read_past_the_cache_where_it_has_no_room(tmp_path, monkeypatch):
-    class Store:
-        tier = "loaded"
-
-        def read(self, unit: Unit, device: jax.Device):
-            return {"0": {"w": jax.device_put(np.full(10_000, unit.first, np.float32), device)}}
-
     units, host = [Unit(0, n, n) for n in range(4)], jax.devices("cpu")[0]
     asked = list[bool]()
 
@@ -114,11 +127,61 @@ def test_layers_are_read_past_the_cache_where_it_has_no_room(tmp_path, monkeypat
     monkeypatch.setattr(layer_store, "read_bytes", reading)
     for free, direct in ((4 * 40_064, False), (4 * 40_000 - 1, True)):
         monkeypatch.setattr(layer_store, "free_host_bytes", lambda free=free: free)
-        files = LayerFiles.of(Store(), units, tmp_path, ["test"])
+        files = LayerFiles.of(Numbered(), units, tmp_path, ["test"])
         assert files.direct is direct
         assert [float(files.read(unit, host)["0"]["w"][-1]) for unit in units] == [0, 1, 2, 3]
         assert asked == [direct] * 4
         asked.clear()
+
+
+@pytest.mark.parametrize("starts", ["one within the other", "threads"])
+def test_starts_on_one_directory_share_their_files(tmp_path, starts):
+    """Each file is written once, and all starts can read all of them, however the starts take turns."""
+    units, host, store, found = [Unit(0, n, n) for n in range(6)], jax.devices("cpu")[0], Numbered(), list[LayerFiles]()
+
+    def start(progress=None):
+        found.append(LayerFiles.of(store, units, tmp_path, ["test"], progress))
+
+    if starts == "threads":
+        threads = [threading.Thread(target=start) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        start(lambda done, _: start() if done in (1, 4) else None)
+    assert len(found) == 3
+    assert store.reads == 3 + len(units)  # each start reads one for the structure
+    for files in found:
+        assert [float(files.read(unit, host)["0"]["w"][-1]) for unit in units] == list(range(6))
+
+
+def test_starts_on_one_directory_share_files_of_experts(tmp_path):
+    experts = [HostExperts({"w": np.full((3, 1000), layer, np.float32)}) for layer in range(3)]
+    first, second = (ExpertFiles(tmp_path, ["test"], 0) for _ in range(2))
+    found = list[FileExperts]()
+    for n, own in enumerate(experts):
+        found += [files.add(n, own) for files in ((first, second) if n else (second, first))]
+    found += [ExpertFiles(tmp_path, ["test"], 0).add(n, own) for n, own in enumerate(experts)]
+    assert [float(one.read(2)["w"][0, -1]) for one in found] == [0, 0, 1, 1, 2, 2, 0, 1, 2]
+
+
+def test_complete_files_in_a_directory_that_cannot_be_written(tmp_path, monkeypatch):
+    units, host = [Unit(0, n, n) for n in range(2)], jax.devices("cpu")[0]
+    LayerFiles.of(Numbered(), units, tmp_path, ["test"])
+
+    opened = Path.open
+
+    def opening(path, mode="r", *args, **kwargs):
+        if "r" not in mode:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opening)
+    files = LayerFiles.of(Numbered(), units, tmp_path, ["test"])
+    assert [float(files.read(unit, host)["0"]["w"][-1]) for unit in units] == [0, 1]
+    with pytest.raises(WeightsUnavailableError, match="cannot be written there"):
+        LayerFiles.of(Numbered(), [*units, Unit(0, 2, 2)], tmp_path, ["test"])
 
 
 @pytest.mark.parametrize("second", [True, False])

@@ -115,8 +115,9 @@ def bench_model(argv: list[str]) -> int:
         if tiers_disk is not None:
             raise UsageError("--tiers-disk is for --tiers.")
         loaded = load_with_progress(
-            model, dtype, layers, weights=weights, offload=offload, sequences=max(batches), kv_format=kv_format
-        )
+            model, dtype, layers, weights=weights, offload=offload, sequences=max(batches), max_len=prompt + tokens,
+            kv_format=kv_format,
+        )  # fmt: skip
         bandwidth = memory_bandwidth()
         print(f"{model}, prompts of {prompt} tokens, {tokens} generated; memory {bandwidth / 1e9:,.0f} GB/s")
         for batch in batches:

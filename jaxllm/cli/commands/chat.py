@@ -93,12 +93,13 @@ def chat(argv: list[str]) -> int:
         use_compilation_cache()
         from jaxllm.files import DataError
         from jaxllm.infer import Chat
+        from jaxllm.infer.chat_session import FIRST_LENGTH
         from jaxllm.infer.llm import single_user_buckets
 
         opening = [{"role": "system", "content": system}] if system else []
         loaded = load_with_progress(
             model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
-            step_tokens=single_user_buckets()[-1], kv_format=kv_format,
+            step_tokens=single_user_buckets()[-1], max_len=FIRST_LENGTH, kv_format=kv_format,
         )  # fmt: skip
         talk = Chat(
             loaded, list(opening), max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,

@@ -245,8 +245,9 @@ def run_tasks(
         if not path.is_file():
             raise UsageError(f"there is no file {path}.")
     loaded = load_with_progress(
-        model, dtype, weights=weights, offload=offload, sequences=EngineConfig.max_sequences, kv_format=kv_format
-    )
+        model, dtype, weights=weights, offload=offload, sequences=EngineConfig.max_sequences, max_len=max_len,
+        kv_format=kv_format,
+    )  # fmt: skip
     most, _ = hard_limit(loaded.model.config)
     sizes = EngineConfig(max_len=max_len if most is None else min(max_len, most), samplers=("full",), buckets=(256,))
     sizes = with_kv_cache(sizes, kv_format, kv_keep)

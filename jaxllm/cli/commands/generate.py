@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TEMPERATURE = 0.8
 """Sampling temperature of a model whose authors recommend none."""
+LONGER_BY_EFFORT = 4
+"""Times that questions, revisions and steps of an effort policy may make a sequence longer than prompt and answer."""
 MOST_SEQUENCES = 16
 """Candidates of an effort policy that ``jaxllm generate`` runs at a time; more wait."""
 DEFAULT_SIZES, GROUPED_SIZES = (16, 256), (64, 1024)
@@ -217,7 +219,7 @@ def generate(argv: list[str]) -> int:
             def load() -> LLM:
                 found = load_with_progress(
                     model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload,
-                    pools=pools, sequences=sequences, step_tokens=tokens, kv_format=kv_format,
+                    pools=pools, sequences=sequences, step_tokens=tokens, max_len=max_len, kv_format=kv_format,
                 )  # fmt: skip
                 return LLM(found, sizes, policy=POLICIES[policy])
 
@@ -236,7 +238,7 @@ def generate(argv: list[str]) -> int:
             raise UsageError("--effort samples several completions at once, and --speculate is for one: leave one out.")
         use_compilation_cache()
         from jaxllm.infer import LLM, single_user_config
-        from jaxllm.infer.llm import single_user_buckets
+        from jaxllm.infer.llm import single_user_buckets, single_user_length
         from jaxllm.infer.sampling_params import with_sampling_defaults
 
         given = {
@@ -246,9 +248,11 @@ def generate(argv: list[str]) -> int:
         make_params = functools.partial(with_sampling_defaults, given, max_tokens=max_tokens, seed=seed)
         make_params({"temperature": DEFAULT_TEMPERATURE})  # what is not legal is refused before the model is loaded
         spending = None if effort is None else read_policy(effort)
+        # A prompt has no more tokens than bytes, but for those that begin it.
+        most = (len(prompt.encode()) + 2 + max_tokens) * (1 if spending is None else LONGER_BY_EFFORT)
         loaded = load_with_progress(
             model, dtype, mesh=mesh, weights=weights, generation_config=generation_config, offload=offload, pools=pools,
-            step_tokens=single_user_buckets()[-1], kv_format=kv_format,
+            step_tokens=single_user_buckets()[-1], max_len=single_user_length(most), kv_format=kv_format,
         )  # fmt: skip
         params = make_params({"temperature": DEFAULT_TEMPERATURE, **loaded.sampling})
         if spending is not None:
@@ -304,8 +308,8 @@ def spend(
     from jaxllm.effort import EffortSolver
     from jaxllm.infer import LLM, single_user_config
 
-    # Questions, revisions and steps make the prompt longer than it is given.
-    sizes = single_user_config(loaded, 4 * (len(loaded.tokenizer.encode(prompt)) + 1 + params.max_tokens))
+    tokens = len(loaded.tokenizer.encode(prompt)) + 1 + params.max_tokens
+    sizes = single_user_config(loaded, LONGER_BY_EFFORT * tokens)
     sizes = dataclasses.replace(sizes, max_sequences=min(policy.width, MOST_SEQUENCES), samplers=("full",))
     sizes = with_kv_cache(sizes, kv_format, kv_keep)
     try:

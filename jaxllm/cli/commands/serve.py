@@ -326,6 +326,7 @@ def serve(argv: list[str]) -> int:
                 pools=pools,
                 sequences=max_sequences,
                 step_tokens=max_batched_tokens,
+                max_len=max_len,
                 kv_format=kv_format,
                 adapter_ranks=sizes.pages_of_adapters * sizes.adapter_page_ranks,
                 progress=start,

@@ -402,6 +402,11 @@ class ModelRunner:
         return []
 
     @property
+    def _most_page_bytes(self) -> float:
+        """Most bytes of pages on a device, however much room there is."""
+        return math.inf
+
+    @property
     def _computed_at_once(self) -> int:
         """Replicas that a program computes."""
         return self.spec.replicas
@@ -416,7 +421,7 @@ class ModelRunner:
         memory = self._page_device.memory_stats()
         if memory is None or "bytes_limit" not in memory:
             devices = self._device_count
-            room = CPU_MEMORY_SHARE * _host_memory() / devices / self._batches
+            room = min(CPU_MEMORY_SHARE * _host_memory() / devices / self._batches, self._most_page_bytes)
             # As many as can be in use, and one sequence's for the prefix cache.
             most = (self.config.max_sequences + 1) * self.spec.columns
         else:
@@ -425,7 +430,7 @@ class ModelRunner:
             temporaries = max(one.memory.temp_size_in_bytes for one in compiled.values())
             self.program_cache.counts.compiled = self.program_cache.counts.loaded = 0
             room = ACCELERATOR_MEMORY_SHARE * memory["bytes_limit"] - temporaries - self._bytes_beside_pages
-            room = (room - self._reserved_bytes) / self._batches
+            room = min((room - self._reserved_bytes) / self._batches, self._most_page_bytes)
             most = int(max(room, 0) // min(map(self._page_bytes, self.spec.groups)))
         least = self.spec.columns + 1
 
@@ -440,7 +445,8 @@ class ModelRunner:
             raise ValueError(
                 f"the device has room for {max(room, 0) / 2**30:.2f} GiB of KV cache, and a sequence of "
                 f"{self.spec.max_len} tokens needs {taken(least) / 2**30:.2f}: give a smaller max_len or "
-                f"max_batched_tokens{', or fewer adapter_slots' if self.config.adapter_slots else ''}."
+                f"max_batched_tokens{', or fewer adapter_slots' if self.config.adapter_slots else ''}"
+                f"{'' if self._most_page_bytes == math.inf else ', or a larger kv_limit (fit: length)'}."
             )
         pages = bisect.bisect_right(range(most + 1), room, key=taken, lo=least) - 1
         pages = max(pages, least)

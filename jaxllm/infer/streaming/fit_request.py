@@ -23,6 +23,8 @@ USAGE = (
 )
 SHARE = 0.9
 """Share of the free memory of device and host that is used where no limit is given."""
+LENGTH = 1024
+"""Tokens of a sequence where neither the request nor the engine has a number."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class FitRequest:
         device, host: most bytes; None: most of what is free.
         disk: directory for files of layers; None: none.
         rates: file of ``TierRates``; None: those of data sheets.
-        length: tokens of a sequence.
+        length: tokens of a sequence; None: the engine's ``max_len`` where it is given, else ``LENGTH``.
         windows: windows to choose from.
         loaders: numbers of threads that read layers to choose from.
         batches: most batches that take turns in each layer, whose KV cache is placed too; None: one, on the device.
@@ -47,7 +49,7 @@ class FitRequest:
     host: int | None = None
     disk: Path | None = None
     rates: Path | None = None
-    length: int = 1024
+    length: int | None = None
     windows: tuple[int, ...] = WINDOWS
     loaders: tuple[int, ...] = (OffloadBudget.loaders,)
     prompt: int | None = None
@@ -76,15 +78,18 @@ class FitRequest:
                     f"{part!r}: fit places layers, and experts in slots which load them; leave it out, or give a "
                     "budget."
                 )
-            elif name in ("experts_host", "kv_device", "kv_host", "kv_tokens", "streams"):
+            elif name in ("experts_host", "kv_limit", "kv_device", "kv_host", "kv_tokens", "streams"):
                 raise ValueError(f"{part!r}: fit finds that; leave it out, or give a budget.")
             else:
                 budget.append(part)
         if not own.get("length", "1").isdecimal() or own.get("length") == "0":
             raise ValueError(f"length = {own['length']!r}; give a number of tokens.")
-        length = int(own.get("length", cls.length))
-        if "prompt" in own and not (own["prompt"].isdecimal() and 0 < int(own["prompt"]) < length):
-            raise ValueError(f"prompt = {own['prompt']!r}; give a number of tokens below length = {length}.")
+        length = int(own["length"]) if "length" in own else None
+        if not own.get("prompt", "1").isdecimal() or own.get("prompt") == "0":
+            raise ValueError(f"prompt = {own['prompt']!r}; give a number of tokens.")
+        prompt = int(own["prompt"]) if "prompt" in own else None
+        if prompt is not None and length is not None:
+            check_prompt(prompt, length)
         formats = tuple(own["formats"].split("+")) if "formats" in own else ()
         legal = ["plain", "packed", *packing_names()]
         if unknown := [one for one in formats if one not in legal]:
@@ -109,7 +114,7 @@ class FitRequest:
             length,
             (limits.window,) if "window" in given else WINDOWS,
             (limits.loaders,) if "loaders" in given else LOADERS if limits.disk else (limits.loaders,),
-            int(own["prompt"]) if "prompt" in own else None,
+            prompt,
             limits.batches if "batches" in given else None,
             limits.experts or None,
             formats,
@@ -120,15 +125,19 @@ class FitRequest:
         rates = None if self.rates is None else Path(str(self.rates).replace("{}", weights))
         return replace(self, rates=rates, formats=())
 
-    def limits(self, kind: str, memory: Mapping[str, int] | None) -> TierLimits:
+    def limits(
+        self, kind: str, memory: Mapping[str, int] | None, max_len: int | None = None, longest: int = 0
+    ) -> TierLimits:
         """Limits with what is free where none is given.
 
         Args:
             kind: kind of device.
             memory: its ``memory_stats``; None: it has none.
+            max_len: most tokens of a sequence of the engine; None: as many as the model was trained on.
+            longest: those; 0: not known.
 
         Raises:
-            ValueError: the device does not say what is free.
+            ValueError: the device does not say what is free, or the prompt is as long as a sequence.
         """
         most = self.device
         if most is None:
@@ -136,4 +145,25 @@ class FitRequest:
                 raise ValueError(f"fit: a {kind} does not say how much memory it has: give it, such as device=4GiB.")
             most = int(SHARE * (memory["bytes_limit"] - memory.get("bytes_in_use", 0)))
         host = int(SHARE * free_host_bytes()) if self.host is None else self.host
-        return TierLimits(most, host, self.disk, self.length, max(self.loaders), self.batches)
+        length = self.length or max_len or LENGTH
+        if self.prompt is not None:
+            check_prompt(self.prompt, length)
+        return TierLimits(
+            most,
+            host,
+            self.disk,
+            length,
+            max(self.loaders),
+            self.batches,
+            max_len=longest if max_len is None else max_len,
+        )
+
+
+def check_prompt(prompt: int, length: int) -> None:
+    """Checks that a prompt is shorter than its sequence.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if prompt >= length:
+        raise ValueError(f"prompt = {prompt}; give a number of tokens below length = {length}.")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxllm.files import digest, read_json, write_json
+from jaxllm.files import digest, exclusive, read_json, write_json
 from jaxllm.infer.streaming.experts.expert_files import ExpertFiles, FileExperts
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.host_memory import free_host_bytes
@@ -205,9 +205,10 @@ class _LayerFile:
 class LayerFiles:
     """Units in files of a directory, in the form in which the device has them, which one read fills a buffer with.
 
-    The directory is written once from another store, and found again while what it was made of is the same. Every step
-    reads all of them in order; so if they do not fit the host's free memory together, each would have left the page
-    cache before it is read again, and they are read past it.
+    The directory is written once from another store, and found again while what it was made of is the same; of several
+    processes that start on it each file is written by one. Every step reads all of them in order; so if they do not fit
+    the host's free memory together, each would have left the page cache before it is read again, and they are read past
+    it.
 
     Attributes:
         tier: "disk".
@@ -254,15 +255,16 @@ class LayerFiles:
         files: dict[Unit, _LayerFile] = {}
         try:
             own.mkdir(parents=True, exist_ok=True)
-            known = read_json(index) if index.is_file() else {}
             for done, unit in enumerate(units):
                 if progress is not None:
                     progress(done, len(units))
                 path = own / _name(unit)
-                if not path.is_file() or path.name not in known or file_state(path) != known[path.name][:2]:
-                    (checksum,) = write_arrays(path, [store.read(unit, host)])
-                    known[path.name] = [*file_state(path), checksum]
-                    write_json(index, known)
+                with exclusive(own):
+                    known = read_json(index) if index.is_file() else {}
+                    if not path.is_file() or path.name not in known or file_state(path) != known[path.name][:2]:
+                        (checksum,) = write_arrays(path, [store.read(unit, host)])
+                        known[path.name] = [*file_state(path), checksum]
+                        write_json(index, known)
                 files[unit] = _LayerFile(*known[path.name])
         except OSError as error:
             raise WeightsUnavailableError(

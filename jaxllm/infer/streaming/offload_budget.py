@@ -19,7 +19,7 @@ from jaxllm.infer.streaming.streamed_weights import WeightPlacement, most_that_f
 USAGE = "window=LAYERS,device=GiB,host=GiB,disk=DIR,loaders=THREADS,experts=SLOTS,evict=lru|score,"
 USAGE += f"ahead={'|'.join(LOOK_AHEAD)},"
 USAGE += f"experts_host=GiB,absent={'|'.join(SCHEDULES)},slices=N,active=FILE,"
-USAGE += "batches=N,kv_device=GiB,kv_host=GiB,kv_tokens=N,"
+USAGE += "kv_limit=GiB,batches=N,kv_device=GiB,kv_host=GiB,kv_tokens=N,"
 USAGE += f"streams={'|'.join(STREAM_TIERS)}"
 _WORDS = {"evict": ("lru", "score"), "ahead": LOOK_AHEAD, "absent": SCHEDULES, "streams": STREAM_TIERS}
 _UNITS = {"": 2**30, "b": 1, "gib": 2**30, "mib": 2**20, "kib": 2**10, "gb": 10**9, "mb": 10**6, "kb": 10**3}
@@ -44,6 +44,7 @@ class OffloadBudget:
         slices: slices of each dense feed-forward layer, which are its experts then, see ``mlp_slices``; 0: layers are
             whole.
         active: file of ``ActiveSlices``: a token takes the slices that are predicted to be active; None: all.
+        kv_limit: most bytes of the KV cache of one batch, on each device; None: what there is room for.
         batches: batches that compute by turns in each layer, see ``CachePlacement``.
         kv_device: bytes of the KV cache of all batches that stay on the device; None: all.
         kv_host: bytes of the rest in host memory, the others in files of ``disk``; None: all of the rest.
@@ -63,6 +64,7 @@ class OffloadBudget:
     absent: AbsentExperts = "load"
     slices: int = 0
     active: Path | None = None
+    kv_limit: int | None = None
     batches: int = 1
     kv_device: int | None = None
     kv_host: int | None = None
@@ -91,7 +93,7 @@ class OffloadBudget:
                 and int(value)
             ):
                 found[name] = int(value)
-            elif name in ("device", "host", "experts_host", "kv_device", "kv_host") and (
+            elif name in ("device", "host", "experts_host", "kv_limit", "kv_device", "kv_host") and (
                 number := re.fullmatch(r"([0-9.]+)\s*([GMK]i?B|B)?", value, re.I)
             ):
                 found[name] = int(float(number[1]) * _UNITS[(number[2] or "").lower()])
@@ -115,6 +117,11 @@ class OffloadBudget:
             raise ValueError(
                 f"{text!r}: experts in slots do not go with batches by turns or a KV cache by tier; leave one out."
             )
+        if "kv_limit" in found and not found.keys().isdisjoint(("batches", "kv_device", "kv_tokens", "streams")):
+            raise ValueError(
+                f"{text!r}: kv_limit is for one batch, whose KV cache is on the device; give kv_tokens and kv_device "
+                "in its place."
+            )
         if "kv_host" in found and not {"kv_device", "disk"} <= found.keys():
             raise ValueError(
                 f"{text!r} limits the KV cache on the host; give kv_device=GiB, how much of it stays on the device, "
@@ -135,6 +142,7 @@ class OffloadBudget:
             parts += [f"experts={self.experts}", f"evict={self.evict}", f"ahead={self.ahead}", f"absent={self.absent}"]
             parts += [f"slices={self.slices}"] if self.slices else []
             parts += [] if self.active is None else [f"active={self.active}"]
+        parts += [] if self.kv_limit is None else [f"kv_limit={self.kv_limit}B"]
         if self.cache is not None:
             parts.append(f"batches={self.batches}")
             parts += [] if self.kv_device is None else [f"kv_device={self.kv_device}B"]
@@ -165,4 +173,5 @@ class OffloadBudget:
         return WeightPlacement(
             self.window, resident, on_host, self.disk, self.loaders, expert_slots=self.experts, eviction=self.evict,
             ahead=self.ahead, absent=self.absent, expert_host_bytes=self.experts_host, cache=self.cache,
+            kv_bytes=self.kv_limit,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from jaxllm.checkpoint.storage.step_directories import StepDirectories
 from jaxllm.convert.load import LoadedModel, load_model
 from jaxllm.convert.source_layers import open_layers
 from jaxllm.hub import HubError, find_model
+from jaxllm.infer.length_limits import choose_max_len
 from jaxllm.infer.runner.paged_cache import layer_groups
 from jaxllm.infer.streaming.experts.active_slices import ActiveSlices
 from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, sliced_model
@@ -84,7 +85,7 @@ def open_streamed(
     units = units_of(loaded.model.config.segments)
     of_units = _bytes_of_units(loaded.model, layers)
     if not isinstance(budget, OffloadBudget):
-        budget = budget(_model_bytes(loaded.model, of_units, ends, kv_dtype))
+        budget = budget(_model_bytes(loaded, of_units, ends, kv_dtype))
     slots = budget.experts > 0
     placed = WithoutExperts(layers) if slots else layers
     unit_bytes = [one.rest if slots else one.whole for one in of_units]
@@ -113,7 +114,7 @@ def streamed_bytes(
 ) -> ModelBytes:
     """Bytes of a model as ``open_streamed`` would have it; arguments and errors as there."""
     loaded, layers, ends = _opened(find_model(name), dtype, weights)
-    return _model_bytes(loaded.model, _bytes_of_units(loaded.model, layers), ends, kv_dtype)
+    return _model_bytes(loaded, _bytes_of_units(loaded.model, layers), ends, kv_dtype)
 
 
 def _opened(path: Path, dtype: str | None, weights: str) -> tuple[LoadedModel, LayerStore, Any]:
@@ -133,8 +134,10 @@ def _bytes_of_units(model: Functional, layers: LayerStore) -> list[UnitBytes]:
     return [sizes[unit.segment] for unit in units]
 
 
-def _model_bytes(model: Functional, units: Sequence[UnitBytes], ends: Any, kv_dtype: str) -> ModelBytes:
-    return model_bytes(model, [one.whole for one in units], ends, mixture_bytes(model, units), kv_dtype)
+def _model_bytes(loaded: LoadedModel, units: Sequence[UnitBytes], ends: Any, kv_dtype: str) -> ModelBytes:
+    model = loaded.model
+    found = model_bytes(model, [one.whole for one in units], ends, mixture_bytes(model, units), kv_dtype)
+    return replace(found, longest=choose_max_len(model.config, None, loaded.longest))
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ class ModelBytes:
         stream: of the residual stream of a token.
         adapter_rank: of a rank of an adapter of all matrices.
         mixtures: bytes that slots of experts are made of; None: the model has no experts that may have slots.
+        longest: tokens of a sequence that the model was trained on; 0: not known.
     """
 
     units: tuple[int, ...]
@@ -78,6 +79,7 @@ class ModelBytes:
     stream: int = 0
     adapter_rank: int = 0
     mixtures: MixtureBytes | None = None
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class TierLimits:
         loaders: threads that read layers.
         batches: most batches that take turns in each layer; None: one, whose KV cache is on the device.
         page: tokens of a page of the KV cache, which is written back as a whole.
+        max_len: most tokens of a sequence, of which the KV cache holds at least one; 0: ``length``.
     """
 
     device: float
@@ -101,6 +104,7 @@ class TierLimits:
     loaders: int = 2
     batches: int | None = None
     page: int = 32
+    max_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,16 +170,14 @@ class FittedPlacement:
 
 
 def cache_bytes(model: ModelBytes, limits: TierLimits, block: BatchBlock) -> int:
-    """Bytes of the KV cache of all batches; by tier it has whole pages for each sequence, and a page more."""
-    tokens = block.batch * limits.length
-    if block.by_tier:
-        tokens = paged_tokens(limits, block.batch) + limits.page
-    return block.batches * tokens * model.token
+    """Bytes of the KV cache of all batches: whole pages for each sequence, and for each batch a page more."""
+    return block.batches * (paged_tokens(limits, block.batch) + limits.page) * model.token
 
 
 def paged_tokens(limits: TierLimits, batch: int) -> int:
-    """Tokens that the pages of a batch hold."""
-    return batch * -(-limits.length // limits.page) * limits.page
+    """Tokens that the pages of a batch hold: those of its sequences, and at least one of the longest."""
+    pages_of = lambda tokens: -(-tokens // limits.page)  # noqa: E731
+    return max(batch * pages_of(limits.length), pages_of(limits.max_len)) * limits.page
 
 
 def terms(
@@ -302,7 +304,8 @@ def predict(
     places, rest = SlotPlaces(budget.experts, 1 - on_host / whole, budget.loaders), _without_experts(model)
     loaded = link_seconds(mixtures, rates, places, batch)
     ahead = _predict_layers(rest, rates_with_slots(mixtures, rates, places), budget, batch, length, page, loaded)
-    with_slots = rates_with_slots(mixtures, rates, replace(places, late=ahead.late))
+    late = min(1.0, ahead.late + 1 / mixtures.layers)  # no layer asks the first one's router ahead
+    with_slots = rates_with_slots(mixtures, rates, replace(places, late=late))
     one = _predict_layers(rest, with_slots, budget, batch, length, page, loaded)
     computing = rates_with_slots(mixtures, rates, SlotPlaces(mixtures.experts)).layers(batch)
     loads = with_slots.layers(batch) - computing
@@ -331,7 +334,7 @@ def _predict_layers(
     tiers = tiers_of(placement, len(model.units))
     held = {tier: sum(b for b, t in zip(model.units, tiers, strict=True) if t == tier) for tier in Tier.__args__}
     block = BatchBlock(batch, budget.batches, budget.streams, budget.kv_device is not None)
-    limits = TierLimits(0, 0, budget.disk, length, budget.loaders, page=page)
+    limits = TierLimits(0, 0, budget.disk, length, budget.loaders, page=page, max_len=budget.kv_tokens or 0)
     cache, turns = dict[Tier, int](), None
     if budget.cache is not None:
         of_part = cache_bytes(model, limits, block) // (block.batches * len(model.units))
@@ -395,8 +398,9 @@ def fit(
         device, host = room(model, fewest, _blocks(min(batches), fewest)[0], min(windows))
         raise DoesNotFitError(
             f"no placement fits: the layers have {sum(model.units) / 2**30:.2f} GiB. Beside embedding, head, a window "
-            f"and the KV cache of {min(batches)} x {limits.length} tokens {device / 2**30:.2f} GiB are left on the "
-            f"device, and {host / 2**30:.2f} GiB on the host. Give disk=DIR, more of either, or a smaller length."
+            f"and the KV cache of {paged_tokens(limits, min(batches))} tokens {device / 2**30:.2f} GiB are left on the "
+            f"device, and {host / 2**30:.2f} GiB on the host. Give disk=DIR, more of either, or a smaller length or "
+            "--max-len."
         )
     return found
 
@@ -457,7 +461,7 @@ def _budget(
     on_host = None if limits.disk is None else int(max(0.0, host - taken))
     budget = OffloadBudget(window, int(shares.device * weights + rounding), on_host, limits.disk, limits.loaders)
     if not block.by_tier:
-        return budget
+        return replace(budget, kv_limit=held)
     return replace(
         budget,
         batches=block.batches,

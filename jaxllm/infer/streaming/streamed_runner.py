@@ -59,7 +59,7 @@ class StreamedRunner(ModelRunner):
             weights, device = over_mesh(weights, model, mesh), mesh.devices.flat[0]
             place = jax.NamedSharding(mesh, jax.P())
         self._everywhere = place
-        self._placed = repr(weights.placement)
+        self._placed, self._kv_bytes = repr(weights.placement), weights.placement.kv_bytes
         self.units = weights.units
         self._broken: BaseException | None = None
         self._layers = _abstract_layers(weights, device)
@@ -92,6 +92,10 @@ class StreamedRunner(ModelRunner):
     @property
     def _page_key(self) -> list[str]:
         return [self._placed]
+
+    @property
+    def _most_page_bytes(self) -> float:
+        return math.inf if self._kv_bytes is None else self._kv_bytes
 
     def _programs(self) -> tuple[list[EngineProgram], int]:
         programs, first = super()._programs()

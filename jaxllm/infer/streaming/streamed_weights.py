@@ -56,6 +56,8 @@ class WeightPlacement:
             are read from files in ``disk``. None: all are in the host's memory.
         cache: placement of the KV cache, and batches that share a pass through the layers; None: one batch, whose KV
             cache is on the device.
+        kv_bytes: most bytes of the KV cache on each device, where ``cache`` is None and the engine's pages are not
+            given; None: what there is room for.
     """
 
     window: int = 2
@@ -70,6 +72,7 @@ class WeightPlacement:
     expert_costs: ExpertCosts | None = None
     expert_host_bytes: int | None = None
     cache: CachePlacement | None = None
+    kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.ahead not in LOOK_AHEAD:

@@ -174,13 +174,16 @@ def _holds_experts(loaded: LoadedModel, unit: Unit) -> bool:
 
 
 def _slot_units(loaded: LoadedModel, layers: LayerStore, units: list[Unit]) -> list[Unit]:
-    """Units of one segment with mixtures, so many that no processor's cache holds them; none: no experts in slots."""
+    """Units of one segment with mixtures, so many that no processor's cache holds them; none: no experts in slots.
+
+    At least two where there are as many, since the first one's experts are never loaded ahead.
+    """
     try:
         check_slots(loaded.model, WeightPlacement(expert_slots=1))
     except ValueError:
         return []
     first = next(unit for unit in units if _holds_experts(loaded, unit))
-    many = 1 + COPIED_BYTES // _bytes_of(layers.read(first, jax.devices("cpu")[0]))
+    many = max(2, 1 + COPIED_BYTES // _bytes_of(layers.read(first, jax.devices("cpu")[0])))
     return [unit for unit in units if unit.segment == first.segment][:many]
 
 
@@ -246,21 +249,18 @@ def _with_slots(
     mixtures = len(every) - len(others)
 
     def seconds(one: Engine, slots: int) -> list[tuple[float, ...]]:
-        """Seconds of all layers, of those that compute here as many as there are, and of the others; then late ones."""
+        """Seconds of all layers: those that compute here times all there are, and the others; ahead, then late."""
         assert isinstance(one.runner, StreamedRunner)
         assert one.runner.experts is not None
-        rows = list[tuple[float, ...]]()
+        rows = list[list[float]]()
         for ahead in (True, False) if slots < most else (True,):
             one.runner.experts.looks_ahead = ahead
             found = [decoding.seconds(one, batch) for batch in decoding.batches]
-            rows.append(
-                tuple(
-                    max(own - end, 1e-9) * mixtures / len(units) + more
-                    for own, end, more in zip(found, ends, beside, strict=True)
-                )
-            )
+            rows.append([max(own - end, 1e-9) for own, end in zip(found, ends, strict=True)])
         one.runner.close()
-        return rows * (2 // len(rows))
+        rows = [_all_ahead(*rows, len(experts)), rows[1]] if len(rows) == 2 else rows * 2
+        scale = mixtures / len(units)
+        return [tuple(own * scale + more for own, more in zip(row, beside, strict=True)) for row in rows]
 
     numbers = sorted({max(1, round(share * most)) for share in SLOT_SHARES})
     with tempfile.TemporaryDirectory(dir=directory) as folder:
@@ -276,6 +276,20 @@ def _with_slots(
     )
     shares = tuple(n / most for n in numbers)
     return SlotRates(tuple(decoding.batches), shares, host_rows, host_late, file_rows, files_late, SLOT_LOADERS)
+
+
+def _all_ahead(ahead: Sequence[float], late: Sequence[float], layers: int) -> list[float]:
+    """Seconds of so many layers, had the experts of all of them been loaded ahead.
+
+    Args:
+        ahead: measured seconds by batch size, in which those of the first layer came late.
+        late: measured seconds with nothing loaded ahead, which takes no less.
+        layers: number of layers; of a single one nothing is ever loaded ahead.
+    """
+    if layers == 1:
+        return list(ahead)
+    spared = [max(0.0, slow - fast) / (layers - 1) for fast, slow in zip(ahead, late, strict=True)]
+    return [max(fast - one, 1e-9) for fast, one in zip(ahead, spared, strict=True)]
 
 
 def _engine(loaded: LoadedModel, weights: StreamedWeights, batches: Sequence[int], length: int) -> Engine:

@@ -7,6 +7,7 @@ import functools
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ import numpy as np
 
 from jaxllm.infer import EngineConfig, SamplingParams
 from jaxllm.infer.engine.engine import Engine
+from jaxllm.infer.streaming.experts import expert_files
 from jaxllm.infer.streaming.experts.active_slices import ActiveSlices, activity, learn
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES
 from jaxllm.infer.streaming.experts.mlp_slices import SlicedLayers, cut, sliced_model
-from jaxllm.infer.streaming.layer_store import LoadedLayers
+from jaxllm.infer.streaming.layer_store import LoadedLayers, units_of
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import StreamedWeights, WeightPlacement
+from jaxllm.infer.streaming.weight_file import file_state, read_bytes, write_arrays
 from jaxllm.models import Segments, functional, unstack_layers
 from tests import quick
 from tests.infer import engines
@@ -144,8 +147,9 @@ DENSE = dataclasses.replace(
 def active_slices_of_a_trained_model(seed: int) -> dict[str, float]:
     """A ReLU model of bytes, trained on the bundled text, in slices of one unit: what the predictors, learned from
     other text, lose on held-out text; and the bytes that decoding one sequence copies to slots for half of them,
-    against copying all layers in every step. "blocks of unbundled": blocks of 4 KiB that a read of a slice touches at
-    most, against those of its three matrices apart.
+    against copying all layers in every step. "blocks of unbundled": blocks of 4 KiB that its reads of files touch,
+    against those that reads of the same rows and columns touch in files whose three matrices are apart, of the same
+    bytes.
     """
     model, params = functional(DENSE), trained_mixture.trained(seed, DENSE)
     layers, ends = LoadedLayers(params), {name: x for name, x in params.items() if name != "segments"}
@@ -158,28 +162,33 @@ def active_slices_of_a_trained_model(seed: int) -> dict[str, float]:
         (active_share(gate), (h @ active.layers[n][0] + active.layers[n][1] > 0).mean())
         for n, h, gate, _ in activity(model, ends, layers, rows[:16])
     ]
-    placement = WeightPlacement(1, 99, expert_slots=SLOTS, ahead="none")
-    weights = StreamedWeights.of(sliced, ends, SlicedLayers(layers, DENSE, SLICES, active), placement)
     config = EngineConfig(
         max_sequences=1, max_batched_tokens=16, max_len=160, layer_window=1, samplers=("plain",), buckets=(1, 16)
     )
-    engine = Engine.of(sliced, weights, config, vocab_size=256)
-    request = engine.submit(rows[0][:16].tolist(), SamplingParams(max_tokens=GENERATED, temperature=0.7, seed=seed))
-    while len(request.sequences[0].tokens) < 17:
-        engine.step()
-    assert isinstance(engine.runner, StreamedRunner)
-    stage, before = engine.runner.experts, engine.metrics.steps
-    assert stage is not None
-    counts, loads, wanted, hits = stage.counts, stage.counts.loads, stage.counts.wanted, stage.counts.hits
-    while engine.busy:
-        engine.step()
-    every = SLICES * DENSE.layers * (engine.metrics.steps - before)
-    engine.runner.close()
-    matrix = DENSE.pattern[0].mlp.hidden // SLICES * DENSE.embed_dim * 4
+    reads = FileReads()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(expert_files, "read_bytes", reads.read):
+        placement = WeightPlacement(
+            1, 99, 0, Path(folder), expert_slots=SLOTS, ahead="none", expert_host_bytes=0
+        )  # fmt: skip
+        weights = StreamedWeights.of(sliced, ends, SlicedLayers(layers, DENSE, SLICES, active), placement)
+        engine = Engine.of(sliced, weights, config, vocab_size=256)
+        request = engine.submit(rows[0][:16].tolist(), SamplingParams(max_tokens=GENERATED, temperature=0.7, seed=seed))
+        while len(request.sequences[0].tokens) < 17:
+            engine.step()
+        assert isinstance(engine.runner, StreamedRunner)
+        stage, before = engine.runner.experts, engine.metrics.steps
+        assert stage is not None
+        counts, loads, wanted, hits = stage.counts, stage.counts.loads, stage.counts.wanted, stage.counts.hits
+        while engine.busy:
+            engine.step()
+        every = SLICES * DENSE.layers * (engine.metrics.steps - before)
+        engine.runner.close()
+        assert len(reads.done) == counts.loads > 0
+        apart = unbundled(reads, layers, Path(folder))
     return {
         "nats lost": lost,
         "bytes of naive": (counts.loads - loads) / every,
-        "blocks of unbundled": blocks(3 * matrix) / (3 * blocks(matrix)),
+        "blocks of unbundled": reads.blocks / apart.blocks,
         "active": float(np.mean([one for one, _ in shares])),
         "taken": float(np.mean([one for _, one in shares])),
         "hits": (counts.hits - hits) / (counts.wanted - wanted),
@@ -191,6 +200,46 @@ def active_share(gate: np.ndarray) -> float:
     return float((gate > 0).reshape(len(gate), SLICES, -1).any(-1).mean())
 
 
-def blocks(size: int) -> int:
-    """Most blocks of a disk that bytes one after another touch."""
-    return -(-(size - 1) // BLOCK) + 1
+class FileReads:
+    """Reads of files of experts, with their offsets.
+
+    Attributes:
+        done: file, offset and bytes of each.
+    """
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Path, int, np.ndarray]] = []
+
+    def read(
+        self, path: Path, state: Any, what: str, checksum: int | None, begin: int = 0, size: int | None = None
+    ) -> np.ndarray:
+        """See ``read_bytes``."""
+        found = read_bytes(path, state, what, checksum, begin, size)
+        self.done.append((path, begin, found))
+        return found
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a disk that the reads touch."""
+        return sum((begin + len(found) - 1) // BLOCK - begin // BLOCK + 1 for _, begin, found in self.done)
+
+
+def unbundled(reads: FileReads, layers: LoadedLayers, folder: Path) -> FileReads:
+    """The same slices of one unit, read from files that have all rows of one matrix before those of the next."""
+    host, found = jax.devices("cpu")[0], FileReads()
+    for unit in units_of(DENSE.segments):
+        mlp = layers.read(unit, host)["0"]["mlp"]
+        # In the order of the arrays in a file, and what a unit has of each of them in one row.
+        matrices = [np.asarray(mlp["down"]), np.asarray(mlp["gate"]).T, np.asarray(mlp["up"]).T]
+        write_arrays(path := folder / f"unbundled-{unit.first}.bin", [matrices])
+        row = matrices[0].shape[1] * matrices[0].itemsize
+        for file, begin, bundle in reads.done:
+            if file.name != f"experts-{unit.first:04d}.bin":
+                continue
+            number = begin // len(bundle)
+            rows = [
+                found.read(path, file_state(path), "rows", None, (m * SLICES + number) * row, row) for m in range(3)
+            ]
+            assert np.array_equal(np.concatenate(rows), bundle)
+    assert len(found.done) == 3 * len(reads.done)
+    return found

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import sharding
+from jaxllm.infer import Request
 from jaxllm.infer.speculate.draft_length import FixedDraftLength
 from jaxllm.infer.streaming.experts.expert_schedule import SCHEDULES
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
@@ -37,8 +38,8 @@ KV_FORMATS = ("auto", "auto", "int8", "fp8", "int4")
 def speculation_over_streamed_layers(seed: int) -> dict[str, float]:
     """Random traffic with n-grams, draft models (by layers in parallel too) and trees of them, over layers, experts in
     slots, batches by turns (n-grams alone) and shards by random placements: tokens of the same engine without drafts,
-    and log-probabilities of the training forward where the KV cache holds what was computed. Lengths of drafts are
-    fixed or drawn. Nothing is compiled meanwhile.
+    and log-probabilities of the training forward where the KV cache holds what was computed, else of that engine.
+    Lengths of drafts are fixed or drawn. Nothing is compiled meanwhile.
     """
     rng = np.random.default_rng(seed)
     kind = str(rng.choice(list(KINDS)))
@@ -80,4 +81,14 @@ def speculation_over_streamed_layers(seed: int) -> dict[str, float]:
         runner.close()
     found = dict.fromkeys((*PROPOSERS, *KINDS), 0.0) | {name: 1.0, kind: 1.0}
     found |= {"proposed": float(metrics.proposed_tokens), "accepted": float(metrics.accepted_tokens)}
-    return found | {"logprobs": engines.error(model, "float64", got) if kv == "auto" else 0.0}
+    return found | {"logprobs": engines.error(model, "float64", got) if kv == "auto" else difference(got, want)}
+
+
+def difference(got: list[Request], want: list[Request]) -> float:
+    """The largest difference of the log-probabilities of the same tokens."""
+    pairs = [
+        (a, b)
+        for one, other in zip(got, want, strict=True)
+        for a, b in zip(one.sequences, other.sequences, strict=True)
+    ]
+    return max(float(np.abs(np.subtract(a.logprobs, b.logprobs)).max(initial=0)) for a, b in pairs)

@@ -212,7 +212,7 @@ def smollm2_tokens(offload: str | None, weights: str) -> list[list[int]]:
             else:
                 RATES.write(file := Path(folder) / "rates.json")
                 own = dataclasses.replace(request, rates=file)
-                budget = functools.partial(solve_placement, own, load=ServedLoad(4))
+                budget = functools.partial(solve_placement, own, load=ServedLoad(4, max_len=config.max_len))
             loaded = open_streamed("smollm2", budget, weights=weights)
             assert isinstance(loaded.params, StreamedWeights)
         llm = LLM(loaded, config, manifest=None)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.files import digest, read_json, write_json
+from jaxllm.files import digest, exclusive, read_json, write_json
 from jaxllm.infer.streaming.experts.host_experts import HostExperts
 from jaxllm.infer.streaming.weight_file import (
     WeightsUnavailableError,
@@ -68,10 +68,9 @@ class ExpertFiles:
         self._index = self.directory / "experts.json"
         with _writing_in(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._known = read_json(self._index) if self._index.is_file() else {}
 
     def add(self, layer: int, experts: HostExperts) -> FileExperts:
-        """Experts of a layer, which are written unless their file is there.
+        """Experts of a layer, which are written unless their file is there; of several processes one writes it.
 
         Raises:
             WeightsUnavailableError: the directory cannot be written, such as on a full disk.
@@ -79,13 +78,13 @@ class ExpertFiles:
         path = self.directory / f"experts-{layer:04d}.bin"
         templates = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), one) for one in experts.each]
         shapes = digest([described(one) for one in templates])
-        known = self._known.get(path.name)
-        with _writing_in(self.directory):
-            if known is None or not path.is_file() or known[:3] != [shapes, *file_state(path)]:
+        with _writing_in(self.directory), exclusive(self.directory):
+            index = read_json(self._index) if self._index.is_file() else {}
+            if not path.is_file() or index.get(path.name, [])[:3] != [shapes, *file_state(path)]:
                 checksums = write_arrays(path, experts.each)
-                known = self._known[path.name] = [shapes, *file_state(path), checksums]
-                write_json(self._index, self._known)
-        _, size, changed, checksums = known
+                index[path.name] = [shapes, *file_state(path), checksums]
+                write_json(self._index, index)
+        _, size, changed, checksums = index[path.name]
         return FileExperts(self, layer, path, (size, changed), templates, checksums, experts.whole)
 
     def held(self, layer: int, expert: int) -> Any:

@@ -18,8 +18,8 @@ class SlotRates:
     Attributes:
         tokens: tokens of a step, ascending.
         shares: of each layer's experts that were in slots, ascending to 1.
-        host: for each share, seconds for so many tokens, with the other experts in host memory; each layer but the
-            first was guessed by the one before it, and its experts were loaded ahead.
+        host: for each share, seconds for so many tokens, with the other experts in host memory; each layer was guessed
+            by the one before it, and its experts were loaded ahead.
         host_late: the same with nothing loaded ahead; empty: as ``host``.
         files: as ``host``, with all other experts in files; empty: not measured.
         files_late: the same with nothing loaded ahead; empty: as ``files``.
