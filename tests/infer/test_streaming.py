@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import weakref
 from collections import Counter
 from concurrent.futures import wait
 from pathlib import Path
@@ -230,6 +231,30 @@ def test_units_with_experts_are_read_once(where, tmp_path):
     assert counting.reads == dict.fromkeys(weights.units, 1)
     assert len(weights.experts) == len(weights.units)
     window.close()
+
+
+@pytest.mark.parametrize("experts_in", ["host", "files"])
+def test_a_start_holds_no_more_units_than_it_places(experts_in, tmp_path):
+    """With experts in slots each unit is written before the next ones are read; one is kept for its structure."""
+    config = dataclasses.replace(engines.model_of("mixtral", "float32"), layers=6)
+    params, held, most = quick.params(config), list[Any](), [0]
+
+    class Watched:
+        tier = "source"
+
+        def read(self, unit: Any, device: jax.Device) -> Any:
+            most[0] = max(most[0], sum(one() is not None for one in held))
+            tree = jax.tree.map(np.array, LoadedLayers(params).read(unit, device))
+            held.append(weakref.ref(jax.tree.leaves(tree["0"]["attention"])[0]))
+            return tree
+
+    model = functional(config)
+    placement = dataclasses.replace(
+        placed("files", tmp_path), expert_slots=2, expert_host_bytes=None if experts_in == "host" else 0
+    )
+    weights = StreamedWeights.of(model, {}, Watched(), placement)
+    assert len(held) == len(weights.units) == 6
+    assert most[0] <= 2
 
 
 @pytest.mark.drawn(3)

@@ -69,8 +69,8 @@ def test_experts_on_the_host_have_their_own_bits(quantised):
     """Codes in their own bits; written into slots they are the codes of the whole layer."""
     layers = SourceLayers(quantised, weights="packed")
     bits = bits_of(quantised)
-    placed = WithoutExperts(layers, units_of(layers.model.config.segments))
-    for (unit, block), own in placed.experts.items():
+    placed = WithoutExperts(layers, units_of(layers.model.config.segments)).experts()
+    for (unit, block), own in placed.items():
         assert isinstance(own, HostExperts)
         whole = jax.tree.map(np.asarray, layers.read(unit, jax.devices()[0])[block]["mlp"]["experts"])
         slots = jax.tree.map(lambda x: jnp.zeros((2, *x.shape[1:]), x.dtype), own.whole)

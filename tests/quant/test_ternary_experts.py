@@ -218,10 +218,10 @@ def test_files_are_served_as_they_are(mixture, tmp_path):  # noqa: F811
 def test_layers_read_one_by_one_have_one_size(mixture):  # noqa: F811
     """What ``--offload experts=N`` holds on the host: codes padded to the longest, of the ternary matrices."""
     layers = SourceLayers(mixture, weights="experts_ternary")
-    placed = WithoutExperts(layers, units_of(layers.model.config.segments))
+    placed = WithoutExperts(layers, units_of(layers.model.config.segments)).experts()
     whole = by_path(load_hf(mixture).params)
-    for (unit, block), own in placed.experts.items():
-        assert own.whole == next(iter(placed.experts.values())).whole
+    for (unit, block), own in placed.items():
+        assert own.whole == next(iter(placed.values())).whole
         for number, expert in enumerate(own.each):
             for name, weight in expert.items():
                 matrix = whole[f"segments/{unit.segment}/{block}/mlp/experts/{name}"][unit.repeat, number]

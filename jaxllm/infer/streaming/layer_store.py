@@ -5,7 +5,7 @@ A unit is one repeat of a segment's group of layers, what ``Functional.group`` c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -122,42 +122,57 @@ class LoadedLayers:
 class WithoutExperts:
     """A store's units without the matrices of experts, which have slots of their own.
 
+    A unit is split at its first reading, so that the host's memory has no more of the units at a time than where they
+    are copied to.
+
     Args:
         store: the store.
-        units: units that are read now, each once: the rest of them stays in the host's memory until ``release``.
+        units: units whose experts are wanted.
         files: files for the experts; None: they stay in the host's memory.
 
     Attributes:
         tier: that of the store.
-        experts: the experts of those units, by unit and block.
     """
 
     def __init__(self, store: LayerStore, units: Sequence[Unit] = (), files: ExpertFiles | None = None):
-        self.store, self.tier = store, store.tier
-        self.experts = dict[tuple[Unit, str], HostExperts | FileExperts]()
-        found_in = dict[tuple[Unit, str], Any]()
-        self._rest: dict[Unit, Any] = {}
-        for unit in units:
-            rest, found = split_experts(store.read(unit, jax.devices("cpu")[0]))
-            self._rest[unit] = jax.tree.map(np.asarray, rest)
-            if files is None:
-                found_in |= {(unit, b): jax.tree.map(np.asarray, own) for b, own in found.items()}
-            else:
-                self.experts |= {
-                    (unit, b): files.add(unit.first + int(b), HostExperts(own)) for b, own in found.items()
-                }
-        self.experts |= {key: HostExperts(own) for key, own in in_common_shapes(found_in).items()}
+        self.store, self.tier, self._files = store, store.tier, files
+        self._wanted = dict.fromkeys(units)
+        self._found = dict[tuple[Unit, str], Any]()
+        self._held: dict[Unit, Any] = {}
 
     def read(self, unit: Unit, device: jax.Device) -> Any:
         """See ``LayerStore``."""
-        if (rest := self._rest.get(unit)) is not None:
-            # A copy: the window deletes what it has used.
-            return jax.tree.map(lambda x: jax.device_put(np.array(x), device), rest)
-        return jax.device_put(split_experts(self.store.read(unit, jax.devices("cpu")[0]))[0], device)
+        return jax.device_put(self._held[unit] if unit in self._held else self._split(unit), device)
+
+    def hold(self, rest: Mapping[Unit, Any]) -> None:
+        """Keeps units without their experts, on the device, for their next readings, until ``release``."""
+        self._held |= rest
+
+    def experts(self) -> dict[tuple[Unit, str], HostExperts | FileExperts]:
+        """The experts of the units, by unit and block. Reads the units that have not been read yet; call it once."""
+        for unit in list(self._wanted):
+            self._split(unit)
+        found, self._found = self._found, {}
+        if self._files is not None:
+            return found
+        return {key: HostExperts(own) for key, own in in_common_shapes(found).items()}
 
     def release(self) -> None:
-        """Frees the rest of the units, which are in their places now; they are read again if anyone asks."""
-        self._rest.clear()
+        """Forgets units that it holds, which are in their places now; they are read again if anyone asks."""
+        self._held.clear()
+
+    def _split(self, unit: Unit) -> Any:
+        """Weights of a unit without its experts, which are kept, or written, if they are wanted."""
+        rest, found = split_experts(self.store.read(unit, jax.devices("cpu")[0]))
+        if unit not in self._wanted:
+            return rest
+        for block, own in found.items():
+            if self._files is None:
+                self._found[unit, block] = jax.tree.map(np.asarray, own)
+            else:
+                self._found[unit, block] = self._files.add(unit.first + int(block), HostExperts(own))
+        del self._wanted[unit]
+        return rest
 
 
 def split_experts(unit: Any) -> tuple[Any, dict[str, Any]]:
@@ -245,10 +260,11 @@ class LayerFiles:
             WeightsUnavailableError: the directory cannot be written, such as on a full disk.
         """
         host = jax.devices("cpu")[0]
-        one_of_each = {unit.segment: unit for unit in units}
+        # Each is kept until its turn comes, so that it is read once.
+        read = {unit: store.read(unit, host) for unit in {unit.segment: unit for unit in reversed(units)}.values()}
         templates = {
-            s: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), store.read(unit, host))
-            for s, unit in one_of_each.items()
+            unit.segment: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+            for unit, tree in read.items()
         }
         own = directory / f"layers-{digest([key, {str(s): described(t) for s, t in templates.items()}])[:16]}"
         index = own / INDEX
@@ -258,11 +274,11 @@ class LayerFiles:
             for done, unit in enumerate(units):
                 if progress is not None:
                     progress(done, len(units))
-                path = own / _name(unit)
+                path, tree = own / _name(unit), read.pop(unit, None)
                 with exclusive(own):
                     known = read_json(index) if index.is_file() else {}
                     if not path.is_file() or path.name not in known or file_state(path) != known[path.name][:2]:
-                        (checksum,) = write_arrays(path, [store.read(unit, host)])
+                        (checksum,) = write_arrays(path, [store.read(unit, host) if tree is None else tree])
                         known[path.name] = [*file_state(path), checksum]
                         write_json(index, known)
                 files[unit] = _LayerFile(*known[path.name])

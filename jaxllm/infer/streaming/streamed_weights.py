@@ -26,7 +26,7 @@ from jaxllm.infer.streaming.layer_store import (
     WithoutExperts,
     units_of,
 )
-from jaxllm.infer.streaming.layer_window import LayerWindow
+from jaxllm.infer.streaming.layer_window import LayerWindow, read_unit
 from jaxllm.models import Functional
 
 Item = TypeVar("Item")
@@ -141,15 +141,15 @@ class StreamedWeights:
             WeightsUnavailableError: files cannot be written.
             ValueError: expert slots for a model without mixtures, or more than it has experts.
         """
-        experts: Mapping[tuple[Unit, str], HostExperts | FileExperts] = {}
+        without: WithoutExperts | None = None
         if placement.expert_slots:
             check_slots(model, placement)
             files = None
             if placement.expert_host_bytes is not None:
                 assert placement.disk is not None
                 files = ExpertFiles(placement.disk, key, placement.expert_host_bytes)
-            layers = WithoutExperts(layers, units_of(model.config.segments), files)
-            experts, key = layers.experts, [*key, "without experts"]
+            layers = without = WithoutExperts(layers, units_of(model.config.segments), files)
+            key = [*key, "without experts"]
         units = units_of(model.config.segments)
         on_device, others = spread(units, placement.device_units)
         on_host, on_disk = (others, []) if placement.host_units is None else spread(others, placement.host_units)
@@ -164,7 +164,11 @@ class StreamedWeights:
             assert placement.disk is not None
             done = tell(len(on_device) + len(on_host))
             stores |= dict.fromkeys(on_disk, LayerFiles.of(layers, on_disk, placement.disk, list(key), done))
-        return cls(ends, units, stores, placement, experts)
+        if without is None:
+            return cls(ends, units, stores, placement)
+        device = next((d for x in jax.tree.leaves(ends) for d in x.devices()), jax.devices()[0])
+        without.hold({unit: read_unit(without, unit, device) for unit in on_device})
+        return cls(ends, units, stores, placement, without.experts())
 
     @property
     def resident(self) -> list[Unit]:
