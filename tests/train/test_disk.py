@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import shutil
+import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,12 +21,13 @@ from jaxllm.config import ConfigError
 from jaxllm.train import run as preparing
 from jaxllm.train import train
 from jaxllm.train.disk.config import DiskConfig
-from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
+from jaxllm.train.disk.disk_tier import DiskTier, IoEvent, check_room
 from jaxllm.train.disk.state_file import BLOCK, DiskTierError, FileLayout, StateFile, aligned_buffer
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import Run
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from tests.optim.kinds import named
+from tests.parallel.test_distributed import in_each
 from tests.train.runs import losses, run_config, stopped_at
 from tests.train.test_spikes import batches
 
@@ -251,6 +256,40 @@ def test_too_little_room_is_said_before_anything_is_computed(tmp_path):
     file.write_text("")
     with pytest.raises(DiskTierError, match=r"a file cannot be used"):
         Run(dataclasses.replace(run, disk=DiskConfig(str(file))))
+
+
+def test_processes_of_a_host_share_what_is_free(tmp_path, monkeypatch):
+    """Four processes of 100 bytes of state each: 800 bytes while a checkpoint is written, some of them reserved."""
+    disk, free = DiskConfig(str(tmp_path)), [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+
+    def checked(reserved, hosts=1):
+        def act(one):
+            try:
+                check_room(disk, 100, 0, reserved, one)
+            except DiskTierError as error:
+                return str(error)
+            return ""
+
+        names = {rank: f"host {rank % hosts}" for rank in range(4)}
+        own = threading.local()
+        monkeypatch.setattr(socket, "gethostname", lambda: own.name)
+
+        def named_act(one):
+            own.name = names[one.rank]
+            return act(one)
+
+        return in_each(4, named_act)
+
+    free[0] = 799
+    assert all("for 4 processes on this host" in str(said) for said in checked(0))
+    assert checked(0, hosts=2) == [""] * 4
+    free[0] = 800
+    assert checked(0) == [""] * 4
+    free[0] = 400
+    assert checked(100) == [""] * 4
+    free[0] = 399
+    assert all("free there, or reserved already" in str(said) for said in checked(100))
 
 
 @pytest.mark.parametrize(

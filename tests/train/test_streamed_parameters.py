@@ -6,8 +6,11 @@ import dataclasses
 import errno
 import os
 import re
+import shutil
 import time
+import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -352,6 +355,35 @@ def test_too_little_room_counts_both(tmp_path):
             continue
         with pytest.raises(DiskTierError, match=r"parameters of layers and the optimizer state take .* disk.bytes"):
             Run(limited)
+
+
+@pytest.mark.drawn(1)
+def test_files_that_exist_are_not_counted_again(tmp_path, monkeypatch):
+    """A disk with room for twice the state and the saved inputs, and no more: trained on, checkpoints written."""
+    files, made = weakref.WeakSet(), StateFile.__init__
+    monkeypatch.setattr(StateFile, "__init__", lambda self, *given: (made(self, *given), files.add(self))[0])
+    room = Run(run := config(tmp_path))
+    assert room.param_files is not None
+    assert room.state_files is not None
+    both, inputs = room.param_files.bytes + room.state_files.bytes, []
+    check = Run.check_disk
+    monkeypatch.setattr(Run, "check_disk", lambda self, size=0: (inputs.append(size), check(self, size))[1])
+    run = dataclasses.replace(run, disk=dataclasses.replace(run.disk, activations=True), steps=3)
+    free = [2**40]
+
+    def usage(path):
+        return SimpleNamespace(free=free[0] - sum(one.layout.size for one in files))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    train(dataclasses.replace(run, out=str(tmp_path / "much"), steps=1))
+    assert inputs[-1] > 0
+    files.clear()
+    free[0] = 2 * both + inputs[-1] - 1
+    with pytest.raises(DiskTierError, match=r"the inputs of layers .* free there, or reserved already"):
+        train(run)
+    files.clear()
+    free[0] += 1
+    train(run)
 
 
 @pytest.mark.parametrize(
