@@ -26,7 +26,7 @@ from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.memory_estimate import MemoryEstimate
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.formulas.tier_bytes import TierBytes
-from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.hardware import Cluster, devices_of_host
 from jaxllm.plan.layout_search import LayoutSearchResult, ParallelLayout
 from jaxllm.train import RunConfig
 from jaxllm.train.disk.config import DiskConfig
@@ -52,10 +52,11 @@ def search_places(
         )
     found = layout_search.search(run, cluster, calibration=calibration)
     layouts, tried = list(found.layouts), found.tried
+    size = int(available.disk) * devices_of_host(cluster.topology)  # of a process
     for mesh in layout_search.meshes(run, cluster):
         if dict(mesh.axes).get("stage", 1) > 1:
             continue
-        for runs in _families(run, mesh, directory, int(available.disk)):
+        for runs in _families(run, mesh, directory, size):
             for laid in runs:
                 tried += 1
                 kinds = run_kinds(laid, mesh, cluster)

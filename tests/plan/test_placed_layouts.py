@@ -124,7 +124,7 @@ def test_plans_with_files_are_shown_and_saved(tmp_path, capsys):
     assert 0 < memory["host"] <= 128 * 2**30
     assert 0 < memory["disk"] <= 2**40
     run = find_recipe(f"{file}:llama3_70b_h100_1x8")()
-    assert run.disk == DiskConfig("/mnt/nvme", 2**40, parameters=True)
+    assert run.disk == DiskConfig("/mnt/nvme", 8 * 2**40, parameters=True), "of a process, which has the node's devices"
     assert run_bytes(run, MeshSpec.parse(run.mesh), Cluster.parse("h100:1x8")).disk == pytest.approx(memory["disk"])
     slow = Path(tmp_path / "slow.toml")
     slow.write_text("[h100]\ndisk = 3e8\n")
