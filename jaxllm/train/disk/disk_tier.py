@@ -29,7 +29,7 @@ from jaxllm.parallel.distributed import ProcessGroup
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.hidden_share import DiskClock
 from jaxllm.train.disk.host_chunks import TierChunks
-from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
+from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer, remove_leftovers
 
 THREADS = 2
 """Threads of the pool that reads, and of the one that writes: one waits for the disk while the other computes a
@@ -154,6 +154,7 @@ class DiskTier:
     _spare: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        remove_leftovers(self.directory)
         self._files = [StateFile(self.directory, layout) for layout in self.layouts]
         self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")
