@@ -84,17 +84,22 @@ def test_traffic_and_seconds_of_files_by_hand():
     ends, hidden = 4 * (2 * 32_000 * 4096 + 4096), 2 * 2048 * 4096
     alone = dataclasses.replace(run, disk=DiskConfig("/nvme"))
     state = 2 * (32 * layer + ends)
-    assert file_traffic(alone, mesh, cluster) == pytest.approx((0, state - 8 * layer, 0, state, 0))
+    assert file_traffic(alone, mesh, cluster) == pytest.approx((0, state - 8 * layer, 0, state, 0, 0))
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, remat="full"))
     streamed = dataclasses.replace(run, disk=DiskConfig("/nvme", window=2, parameters=True))
-    expected = (30 * layer, 30 * layer + state, 0, 32 * layer + state, 30 * layer)
+    expected = (30 * layer, 30 * layer + state, 0, 32 * layer + state, 30 * layer, 256 * hidden)
     assert file_traffic(streamed, mesh, cluster) == pytest.approx(expected)
     free = dataclasses.replace(
         streamed,
         disk=dataclasses.replace(streamed.disk, activations=True),
         optim=dataclasses.replace(run.optim, clip_norm=None),
     )
-    expected = (30 * layer, 30 * layer + state, 256 * hidden, 32 * layer + state, 0)
+    expected = (30 * layer, 30 * layer + state, 256 * hidden, 32 * layer + state, 0, 256 * hidden)
     assert file_traffic(free, mesh, cluster) == pytest.approx(expected)
+    values = 2 * 2048 * (3 * 4096 + 2 * 11_008 + 4096)  # queries, keys, values, gate, up, residual
+    more = dataclasses.replace(free, model=dataclasses.replace(run.model, remat="attention=1,full=31"))
+    saved = 256 * hidden + 8 * values
+    assert file_traffic(more, mesh, cluster) == pytest.approx((*expected[:2], saved, expected[3], 0, saved))
 
     hardware = dataclasses.replace(cluster.hardware, disk=10.0, host=100.0)
     assert disk_seconds(FileTraffic(0, 40, 0, 60, 0), hardware, 100, 100) == 6
@@ -104,6 +109,8 @@ def test_traffic_and_seconds_of_files_by_hand():
     assert disk_seconds(moved._replace(again=100), hardware, 3, 8) == pytest.approx(2 + 3 + 10)
     assert disk_seconds(moved._replace(again=1), hardware, 30, 80) == 80
     assert disk_seconds(FileTraffic(0, 40, 0, 60, 0), dataclasses.replace(hardware, host=5.0), 1, 1) == 12
+    assert disk_seconds(moved._replace(away=900), hardware, 3, 8) == pytest.approx(6 + 3), "of the link"
+    assert disk_seconds(moved._replace(away=2000), hardware, 3, 8) == pytest.approx(17 + 12.9)
 
 
 def test_plans_with_files_are_shown_and_saved(tmp_path, capsys):

@@ -236,7 +236,7 @@ def test_state_on_disk_has_chunks_in_what_the_host_has_left(with_places, finishe
 
 @pytest.mark.drawn(3)
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
-    """What it takes of the device does not grow with the layers; other recomputation is refused."""
+    """What it takes of the device does not grow with the layers; saved values without names are refused."""
     run = runs.run_config(finished)
     disk = DiskConfig(str(tmp_path / "files"), window=2, parameters=True)
     found = []
@@ -246,8 +246,11 @@ def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
     assert found[0][0] == found[1][0]
     assert 2 * found[0][1] == found[1][1]
     assert not (tmp_path / "files").exists()
+    model = dataclasses.replace(run.model, layers=8, remat="elementwise")
+    _, host = compile_step.step_memory_here(dataclasses.replace(run, model=model, disk=disk))
+    assert host > 3 * found[1][1]
     with pytest.raises(ConfigError, match=r"set model.remat to .full"):
-        compile_step.step_memory_here(dataclasses.replace(run, disk=disk))
+        compile_step.step_memory_here(memory_budget.with_remat(dataclasses.replace(run, disk=disk), "none"))
 
 
 @pytest.mark.drawn(2)

@@ -358,7 +358,7 @@ def test_too_little_room_counts_both(tmp_path):
     ("fields", "said"),
     [
         ({"ema": EmaConfig(0.9)}, r"disk.parameters does not go with ema.decay = 0.9: .* set ema.decay to 0"),
-        ({"model.remat": "none"}, 'set model.remat to "full"'),
+        ({"model.remat": "none"}, 'set model.remat to "full", "attention", "elementwise" or "save:VALUES"'),
     ],
 )
 def test_what_needs_all_layers_is_refused(tmp_path, fields, said):
