@@ -11,18 +11,26 @@ import numpy as np
 import pytest
 
 from jaxllm.config import ConfigError
-from jaxllm.models import MoeConfig
+from jaxllm.models import AttentionConfig, MLAConfig, MoeConfig
 from jaxllm.models.remat import VALUES, saves_names_alone
+from jaxllm.plan.capacity_table import without_files
+from jaxllm.plan.formulas.device_work import DeviceWork
+from jaxllm.plan.formulas.named_values import saved_by_unit
 from jaxllm.train import train
+from jaxllm.train.compile_step import step_memory_here
 from jaxllm.train.disk.layer_values import LayerValues
 from jaxllm.train.disk.saved_inputs import DiskInputs, saved_host_bytes
 from jaxllm.train.disk.streamed_bytes import step_traffic
 from jaxllm.train.step.routing_losses import RoutingConfig
+from sharding import MeshSpec
 from tests.train.runs import losses
 from tests.train.test_disk import opened, same_bits, saved
 from tests.train.test_streamed_parameters import config, steps
 
 __all__ = ["opened", "steps"]
+
+NORMED = AttentionConfig(heads=2, kv_heads=1, head_dim=8, qk_norm="head")
+LATENT = MLAConfig(4, 16, 8, nope_dim=8, rope_dim=4, value_dim=8)
 
 
 def with_remat(run, remat, **disk):
@@ -101,6 +109,29 @@ def test_bytes_in_files_are_those_of_the_values(tmp_path, opened, steps):
     assert saved_host_bytes(run.disk, sizes, 2) == 3 * sizes[0], "the window, of the largest"
     host = dataclasses.replace(run.disk, activations=False)
     assert saved_host_bytes(host, sizes, 2) == 2 * sum(sizes)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    ("remat", "mesh", "block"),
+    [
+        ("elementwise", "fsdp=2,tensor=2,data=2", {}),
+        ("save:attention+inner=2,full=4", "fsdp=4,context=2", {}),
+        ("elementwise", "fsdp=2,tensor=2,data=2", {"mlp": MoeConfig(4, 2, 16, shared=16)}),
+        ("save:q_proj+attention+o_proj+down", "data=8", {"norms": "sandwich", "attention": NORMED}),
+        ("save:q_latent+kv_latent+kv_up+attention+qkv", "fsdp=4,tensor=2", {"attention": LATENT}),
+    ],
+    ids=["mesh", "by layers, context", "experts", "norms", "latent attention"],
+)
+def test_the_planner_has_the_bytes_of_the_programs(tmp_path, remat, mesh, block):
+    """Named values in the host's memory: of compiled programs, and by the planner's formula."""
+    run = config(tmp_path, mesh=mesh)
+    own = dataclasses.replace(run.model.pattern[0], **block)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, pattern=(own,)))
+    full, some = with_remat(run, "full"), with_remat(run, remat)
+    compiled = step_memory_here(some)[1] - step_memory_here(full)[1]
+    work = DeviceWork.of(without_files(some), MeshSpec.parse(mesh))
+    assert compiled == sum(saved_by_unit(work, remat)) - sum(saved_by_unit(work, "full"))
 
 
 def test_what_is_saved_is_not_computed_again(tmp_path, steps):

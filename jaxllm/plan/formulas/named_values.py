@@ -5,6 +5,8 @@ The names are those of ``jaxllm.models.remat.VALUES``, with the widths of ``Bloc
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 from jaxllm.models import BlockConfig
 from jaxllm.models.remat import VALUES, policies_by_segment
 from jaxllm.plan.formulas.device_work import DeviceWork
@@ -18,12 +20,17 @@ INNER = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "attention": "out"}
 """Inner activation (``DeviceWork.inner_widths``) that a value of another name is as wide as."""
 
 
+OF_ATTENTION = ("q", "k", "v", "attention")
+"""Values that attention names, which ring attention does not."""
+
+
 def value_bytes(work: DeviceWork, block: BlockConfig) -> dict[str, float]:
     """Bytes of a micro-batch's named values of a block on a device, by name."""
     inner, found = work.inner_widths(block), dict[str, float]()
+    ring = dict(work.mesh.axes).get("context", 1) > 1
     sums = max(4, work.width) * work.tokens * block.attention.heads / work.tensor  # logsumexp
     for one in block.matmul_values(work.run.model.embed_dim):
-        if one.name not in VALUES:
+        if one.name not in VALUES or (ring and one.name in OF_ATTENTION):
             continue
         if one.name in OF_STREAM:
             size = float(work.stream_bytes())
@@ -34,6 +41,18 @@ def value_bytes(work: DeviceWork, block: BlockConfig) -> dict[str, float]:
     return {name: size for name, size in found.items() if size}
 
 
+def saved_of_block(work: DeviceWork, block: BlockConfig, kept: Container[str]) -> float:
+    """Bytes of the values that a block saves if its policy keeps these names: those that its backward pass reads, and
+    those that it computes others from."""
+    sizes, values = value_bytes(work, block), block.matmul_values(work.run.model.embed_dim)
+    there = {name for name in sizes if name in kept}
+    needed = {one.name for one in values if one.read}
+    for one in reversed(values):
+        if one.name in needed - there:
+            needed |= set(one.inputs)
+    return sum(sizes[name] for name in there & needed)
+
+
 def saved_by_unit(work: DeviceWork, remat: str) -> list[int]:
     """Bytes that each unit of streamed layers saves of a micro-batch on a device: its input and named values.
 
@@ -41,11 +60,13 @@ def saved_by_unit(work: DeviceWork, remat: str) -> list[int]:
         work: of the run; its own remat does not count.
         remat: policies that save named values alone (``jaxllm.models.remat.saves_names_alone``).
     """
-    segments, found = work.run.model.segments, []
+    segments, found = work.run.model.segments, list[int]()
     for (group, _), pieces in zip(segments, policies_by_segment(remat, segments), strict=True):
-        sizes = [value_bytes(work, block) for block in group]
         for policy, repeats in pieces:
-            kept = kept_of(policy)
-            values = sum(size for each in sizes for name, size in each.items() if name in kept)
-            found += [round(work.stream_bytes() + values)] * repeats
+            found += [saved_of_group(work, group, kept_of(policy))] * repeats
     return found
+
+
+def saved_of_group(work: DeviceWork, group: Sequence[BlockConfig], kept: Container[str]) -> int:
+    """Bytes that one repeat of a group of blocks saves of a micro-batch on a device, its input too."""
+    return round(work.stream_bytes() + sum(saved_of_block(work, block, kept) for block in group))

@@ -20,7 +20,7 @@ import numpy as np
 from jaxllm.models.remat import save_policy
 from jaxllm.plan.capacity_table import disk_seconds, file_traffic, without_files
 from jaxllm.plan.formulas.device_work import DeviceWork
-from jaxllm.plan.formulas.named_values import value_bytes
+from jaxllm.plan.formulas.named_values import saved_of_group, value_bytes
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.remat_solver import format_policies
@@ -154,16 +154,14 @@ def _host(saved: Sequence[int], files: int, micro_batches: int, window: int) -> 
 def policy_costs(work: DeviceWork) -> dict[str, PolicyCost]:
     """Costs of the policies that save named values, without those than which another saves and computes no more."""
     model, length = work.run.model, work.row
-    groups = [[value_bytes(work, block) for block in group] for group, _ in model.segments]
-    names = sorted({name for group in groups for each in group for name in each})
+    names = sorted({name for block in set(model.blocks) for name in value_bytes(work, block)})
     sets = (kept for count in range(len(names) + 1) for kept in itertools.combinations(names, count))
-    texts = ["full", "attention", "elementwise", *map(save_policy, sets)]
+    texts = [text for text in ("full", "attention", "elementwise") if set(kept_of(text)) <= set(names)]
+    texts += map(save_policy, sets)
     points = []
     for text in texts:
-        kept = kept_of(text)
-        values = (sum(size for each in group for name, size in each.items() if name in kept) for group in groups)
-        again = (recomputed_flops(text, model, group, length) for group, _ in model.segments)
-        points.append([*(round(work.stream_bytes() + size) for size in values), *again])
+        saved = (saved_of_group(work, group, kept_of(text)) for group, _ in model.segments)
+        points.append([*saved, *(recomputed_flops(text, model, group, length) for group, _ in model.segments)])
     table, least = np.array(points), list[int]()
     for i in np.lexsort(table.T[::-1]):
         if not least or not np.all(table[least] <= table[i] * (1 + 1e-9), axis=1).any():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ from jaxllm.train.disk.disk_tier import DiskTier
 from jaxllm.train.disk.hidden_share import DiskClock, InputTimes, PassRates
 from jaxllm.train.disk.state_file import DiskTierError, FileLayout
 from jaxllm.train.disk.state_files import ArrayShards
+
+COPIES = 2
+"""Layers whose values are being copied to the host."""
 
 
 class SavedInputs(ABC):
@@ -64,12 +68,29 @@ class SavedInputs(ABC):
         """
 
 
+class Leaving:
+    """Copies of values to the host that are in progress: at most two, so that few layers' values are on the device
+    however slow the link is. Inputs alone are small, and nothing waits for them."""
+
+    def __init__(self) -> None:
+        self._copies: deque[list[jax.Array]] = deque()
+
+    def to_host(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Arrays of a layer in the host's memory, its input first; the copy is asynchronous."""
+        there = [to_host(x) for x in arrays]
+        if len(arrays) > 1:
+            self._copies.append(there)
+        if len(self._copies) > COPIES:
+            jax.block_until_ready(self._copies.popleft())
+        return there
+
+
 class HostInputs(SavedInputs):
     """Inputs of layers in the host's memory."""
 
     def __init__(self) -> None:
         self._inputs: dict[tuple[int, int], list[jax.Array]] = {}
-        self._bytes = 0
+        self._bytes, self._leaving = 0, Leaving()
 
     @property
     def host_bytes(self) -> int:
@@ -78,11 +99,12 @@ class HostInputs(SavedInputs):
 
     def put(self, layer: int, micro: int, arrays: Sequence[jax.Array]) -> None:
         """See ``SavedInputs``."""
-        self._inputs[layer, micro] = [to_host(x) for x in arrays]
+        self._inputs[layer, micro] = self._leaving.to_host(arrays)
         self._bytes += sum(map(local_bytes, arrays))
 
     def begin(self) -> None:
         """See ``SavedInputs``."""
+        self._leaving = Leaving()
 
     def take(self, layer: int, micro: int) -> list[jax.Array]:
         """See ``SavedInputs``."""
@@ -116,6 +138,7 @@ class DiskInputs(SavedInputs):
         self._saved = [_file_parts(arrays) for arrays in layers]
         self._micro_batches, self._config, self._streamed = micro_batches, config, len(layers)
         self._layers, self._others = layers_in_files(config, len(layers)), HostInputs()
+        self._leaving = Leaving()
         self._make_layouts()
 
     def _make_layouts(self) -> None:
@@ -164,7 +187,7 @@ class DiskInputs(SavedInputs):
         if layer >= self._layers:
             return self._others.put(layer, micro, arrays)
         unit = self._unit(layer, micro)
-        there = [to_host(x) for x in arrays]  # so that the device does not wait for the disk
+        there = self._leaving.to_host(arrays)  # so that the device does not wait for the disk
 
         def fill(buffer: np.ndarray) -> None:
             for shards, x in zip(self._saved[layer].shards, there, strict=True):
@@ -174,6 +197,8 @@ class DiskInputs(SavedInputs):
 
     def begin(self) -> None:
         """See ``SavedInputs``."""
+        self._leaving = Leaving()
+        self._others.begin()
         self.tier.begin(list(reversed(range(len(self.layouts)))))
 
     def take(self, layer: int, micro: int) -> list[jax.Array]:

@@ -168,6 +168,6 @@ def peak_of_layers(
 
 
 def value_copies() -> int:
-    """Times that a device holds what a layer saves of a micro-batch, at most: those of the programs that run, and as
-    many on their way to or from the host."""
-    return 2 * (IN_FLIGHT + 1)
+    """Times that a device holds what a layer saves of a micro-batch, at most: once for each program of a layer that is
+    dispatched and not done, or whose values are on their way to the host (``saved_inputs.Leaving``)."""
+    return IN_FLIGHT + 1
