@@ -30,7 +30,7 @@ from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.formulas.tier_bytes import TierBytes
 from jaxllm.plan.hardware import Cluster
 from jaxllm.plan.layout_search import LayoutSearchResult, ParallelLayout
-from jaxllm.plan.tiers.saved_choice import SavedRoom, recomputed_share, saved_choice, with_remat
+from jaxllm.plan.tiers.saved_choice import SavedChoice, SavedRoom, recomputed_share, saved_choice, with_remat
 from jaxllm.train import RunConfig
 from jaxllm.train.disk.streamed_bytes import value_copies
 from sharding import MeshSpec
@@ -100,20 +100,34 @@ def _saving(
             groups.setdefault(laid.parallel.zero, []).append(laid)
 
     def choices(group: list[RunConfig]) -> Iterator[RunConfig]:
-        for laid in group:
-            for streamed in _placed(laid, place, mesh, directory, int(available.disk)):
-                kinds = run_kinds(streamed, mesh, cluster)
-                takes, saved = summed(kinds), kinds["activations"].host
-                room = SavedRoom(
-                    available.host - takes.host + saved,
-                    available.disk - takes.disk,
-                    (available.device - takes.device) / value_copies(),
-                )
-                choice = None if room.values <= 0 else saved_choice(streamed, mesh, cluster, room)
-                if choice is not None and set(choice.policies) != {"full"}:
-                    yield choice.of(streamed)
+        for laid in group:  # of windows any may be the fastest: a smaller one leaves more to values
+            streamed = _placed(laid, place, mesh, directory, int(available.disk))
+            found = [(one, values_within(one, mesh, cluster, available)) for one in streamed]
+            fitting = [(one, choice) for one, choice in found if choice is not None]
+            if fitting:
+                one, choice = min(fitting, key=lambda pair: pair[1].seconds)
+                yield choice.of(one)
 
     yield from map(choices, groups.values())
+
+
+def values_within(run: RunConfig, mesh: MeshSpec, cluster: Cluster, available: TierBytes) -> SavedChoice | None:
+    """What layers of a streamed run save in the least time; None: their inputs alone, or nothing fits.
+
+    Args:
+        run: whose layers save their inputs in the host's memory.
+        mesh, cluster: of the run.
+        available: bytes of a device, and its share of its host's memory and disks.
+    """
+    kinds = run_kinds(run, mesh, cluster)
+    takes, saved = summed(kinds), kinds["activations"].host
+    room = SavedRoom(
+        available.host - takes.host + saved,
+        available.disk - takes.disk,
+        (available.device - takes.device) / value_copies(),
+    )
+    choice = None if room.values <= 0 else saved_choice(run, mesh, cluster, room)
+    return None if choice is None or set(choice.policies) == {"full"} else choice
 
 
 def _placed(laid: RunConfig, place: RunPlacement, mesh: MeshSpec, directory: str, size: int) -> Iterator[RunConfig]:
