@@ -214,7 +214,7 @@ def _fitted_place(run: RunConfig, budget: MemoryBudget, cluster: Cluster | None)
     from jaxllm.train.compile_step import window_bytes_here
 
     if run.disk.parameters:
-        return _streamed_within(run, budget), 0
+        return _streamed_within(run, budget, cluster), 0
     window = 0 if budget.host is None or not run.disk.directory else window_bytes_here(run)
     left = None if budget.host is None else budget.host - window
     if left is not None and left < 0:
@@ -253,8 +253,9 @@ def _faster_place(
         what = "parameters and optimizer state" if other.disk.parameters else "optimizer state"
         try:
             here = _step_by_plan(*found, cluster).seconds
-            best = other if other.disk.parameters else with_remat(other, "none")
-            if (least := _step_by_plan(best, 0, cluster).seconds) >= here:
+            best = _step_by_plan(other if other.disk.parameters else with_remat(other, "none"), 0, cluster)
+            saves = other.disk.parameters and budget.host is not None  # named values, and computes less again
+            if (least := best.seconds - best.recomputed * saves) >= here:
                 continue
             print(f"{here * 1e3:.1f} ms by the plan; with {what} on disk, {least * 1e3:.1f} or more:", flush=True)
             tried = _fitted_place(other, budget, cluster)
@@ -354,15 +355,18 @@ def _rest_in_host_memory(run: RunConfig, state: StateBytes, most: int) -> tuple[
     return run, state
 
 
-def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
+def _streamed_within(config: RunConfig, budget: MemoryBudget, cluster: Cluster | None) -> RunConfig:
     """The run with its parameters on disk, if its step fits; prints what it takes.
 
     Where the budget's disk has inputs of layers, they are those of the fewest layers with which the others' fit into
     the host's memory. The window of layers is that of the run, or the largest smaller one with which the step fits.
+    With a budget of the host's memory, layers save the named values with which the step is fastest by the plan
+    (``jaxllm.plan.tiers.saved_choice``).
 
     Args:
         config: with parameters on disk.
         budget: with the bytes of a device.
+        cluster: the devices; None: their rates are not known, and layers save their inputs alone.
 
     Raises:
         RematError: it does not fit.
@@ -397,8 +401,56 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     if left is None:
         return config
     layers = sum(repeats for _, repeats in config.model.segments)
-    hidden = -(-inside // host_inputs(config.disk, layers, config.accumulate))
-    return _with_chunks(config, left, window, inside + (2 * config.accumulate + 2 * config.disk.window) * hidden)
+    largest = hidden = -(-inside // host_inputs(config.disk, layers, config.accumulate))
+    if cluster is not None:
+        found = _with_saved_values(config, budget._replace(host=left), cluster, device)
+        config, inside, largest = found or (config, inside, largest)
+    others = inside + 2 * config.accumulate * hidden + 2 * config.disk.window * largest
+    return _with_chunks(config, left, window, others)
+
+
+def _with_saved_values(
+    config: RunConfig, budget: MemoryBudget, cluster: Cluster, device: int
+) -> tuple[RunConfig, int, int] | None:
+    """The streamed run with the named values that its layers save in the least time, their bytes in the host's memory,
+    and the most bytes that a layer saves; None: it is fastest with the layers' inputs alone, or does not fit as
+    compiled. Prints what is saved where.
+
+    Args:
+        config: the run, whose layers save their inputs alone.
+        budget: of a device, of the host for what layers save, and of the disk.
+        cluster: the devices.
+        device: bytes that the step takes on a device.
+    """
+    import jax
+
+    from jaxllm.config import ConfigError
+    from jaxllm.plan.tiers.saved_choice import SavedRoom, saved_choice
+    from jaxllm.train.compile_step import state_bytes_here, step_memory_here
+    from jaxllm.train.disk.streamed_bytes import value_copies
+    from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
+
+    assert budget.device is not None
+    assert budget.host is not None
+    disk = 0 if budget.disk is None else budget.disk[1] - 2 * state_bytes_here(config).disk
+    room = SavedRoom(budget.host, disk / jax.local_device_count(), (budget.device - device) / value_copies())
+    mesh = fitting_mesh(config, run_model(config), jax.device_count(), jax.default_backend())
+    try:
+        choice = saved_choice(config, mesh, cluster, room)
+    except (ConfigError, NotImplementedError) as error:
+        print(f"  layers save their inputs alone: {error}", flush=True)
+        return None
+    if choice is None or set(choice.policies) == {"full"}:
+        return None
+    print(f"  {choice}", flush=True)
+    run = choice.of(config)
+    there, inside = step_memory_here(run)
+    if there > budget.device or inside > budget.host:
+        took = f"{there / 2**30:.3f} GiB on the device, {inside / 2**30:.3f} of the host"
+        print(f"  as compiled: {took}, which is too much: they save their inputs alone", flush=True)
+        return None
+    return run, inside, choice.largest
 
 
 def _with_chunks(config: RunConfig, most: int, window: int, others: int = 0) -> RunConfig:

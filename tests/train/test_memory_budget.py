@@ -236,7 +236,7 @@ def test_state_on_disk_has_chunks_in_what_the_host_has_left(with_places, finishe
 
 @pytest.mark.drawn(3)
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
-    """What it takes of the device does not grow with the layers; other recomputation is refused."""
+    """What it takes of the device does not grow with the layers; saved values without names are refused."""
     run = runs.run_config(finished)
     disk = DiskConfig(str(tmp_path / "files"), window=2, parameters=True)
     found = []
@@ -246,8 +246,41 @@ def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
     assert found[0][0] == found[1][0]
     assert 2 * found[0][1] == found[1][1]
     assert not (tmp_path / "files").exists()
+    model = dataclasses.replace(run.model, layers=8, remat="elementwise")
+    _, host = compile_step.step_memory_here(dataclasses.replace(run, model=model, disk=disk))
+    assert host > 3 * found[1][1]
     with pytest.raises(ConfigError, match=r"set model.remat to .full"):
-        compile_step.step_memory_here(dataclasses.replace(run, disk=disk))
+        compile_step.step_memory_here(memory_budget.with_remat(dataclasses.replace(run, disk=disk), "none"))
+
+
+@pytest.mark.drawn(3)
+def test_streamed_layers_save_what_makes_the_step_fastest(finished, monkeypatch, capsys, tmp_path):
+    """By the plan, within the host's memory and the device's, as compiled; their inputs alone where one has no room."""
+    known = Cluster.parse("v6e:2x4")
+    slow = dataclasses.replace(known, hardware=dataclasses.replace(known.hardware, flops_float32=1e9))
+    monkeypatch.setattr(memory_budget, "_cluster_here", lambda _: slow)
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=6))
+    disk = DiskConfig(str(tmp_path / "files"), 1 << 30, window=2, parameters=True)
+    streamed = dataclasses.replace(memory_budget.with_remat(run, "full"), disk=disk)
+    device, inputs = compile_step.step_memory_here(streamed)
+    window, room = compile_step.window_bytes_here(streamed), 64 << 10
+    budget = MemoryBudget(device + room, window + (64 << 10), (disk.directory, disk.bytes))
+    fitted = memory_budget._streamed_within(streamed, budget, slow)
+    assert fitted.model.remat == "elementwise"
+    assert "layers save 6 x elementwise: 0.000 GiB of the host; " in capsys.readouterr().out
+    took, host = compile_step.step_memory_here(fitted)
+    assert took <= device + room
+    assert inputs < host <= 64 << 10
+    few = memory_budget._streamed_within(streamed, budget._replace(host=window + 2 * inputs), slow)
+    assert few.model.remat not in ("full", "elementwise")
+    assert compile_step.step_memory_here(few)[1] <= 2 * inputs
+    seconds = [memory_budget._step_by_plan(one, 0, slow).seconds for one in (fitted, few, streamed)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] < seconds[2]
+    for less in (budget._replace(device=device), budget._replace(host=None)):
+        assert memory_budget._streamed_within(streamed, less, slow).model.remat == "full"
+    assert memory_budget._streamed_within(streamed, budget, None).model.remat == "full"
 
 
 @pytest.mark.drawn(2)

@@ -150,9 +150,11 @@ def test_a_rollback_restores_both_tiers(tmp_path):
     assert (spike["step"], spike["from"]) == (9, 6)
 
 
-@pytest.mark.drawn(1)
-def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
-    """Reads and writes of each step, and what the device holds at most: one micro-batch; four and clipped gradients.
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("remat", ["full", "elementwise"])
+def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch, remat):
+    """Reads and writes of each step, and what the device holds at most: one micro-batch; four and clipped gradients;
+    layers that save their inputs alone, or named values.
 
     As it is, it holds no more than the formula. Where it is as late as a real device may be, with the arrays of
     ``IN_FLIGHT`` programs beside the next one, and the disk is slow, so that what leaves waits, it holds about that:
@@ -206,7 +208,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
             patch.setattr(LayerStreamStep, "__call__", measured)
             if late:
                 patch.setattr(StateFile, "write", slow)
-            done = train(config(tmp_path, accumulate=count, out=tmp_path / f"{count} {late}", **fields))
+            made = config(tmp_path, accumulate=count, out=tmp_path / f"{count} {late}", **fields)
+            done = train(dataclasses.replace(made, model=dataclasses.replace(made.model, remat=remat)))
         run, step = opened[-1], steps[-1]
         traffic = step_traffic(run.param_files, run.state_files, clipped=count > 1)
         rows = [row for row in run.directory.read_metrics() if "nll" in row]
@@ -215,7 +218,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
         sizes = [run.param_files.layout(n).size for n in range(LAYERS)]
         assert rows[0]["disk_read_bytes"] == traffic.read + sum(sizes[:3]), "nothing is in memory before the first step"
         limit = device_peak(step._programs, step._of, step._files)
-        least, greatest = (0.9, 1.4) if late else (0.4, 1.0)
+        # Values are not there with all else: updates come between the backward programs that read them.
+        least, greatest = (0.7 if limit.values else 0.9, 1.4) if late else (0.4, 1.0)
         assert least * limit.arrays < most - before <= greatest * limit.arrays
         assert done.complete
 
@@ -390,7 +394,7 @@ def test_files_that_exist_are_not_counted_again(tmp_path, monkeypatch):
     ("fields", "said"),
     [
         ({"ema": EmaConfig(0.9)}, r"disk.parameters does not go with ema.decay = 0.9: .* set ema.decay to 0"),
-        ({"model.remat": "none"}, 'set model.remat to "full"'),
+        ({"model.remat": "none"}, 'set model.remat to "full", "attention", "elementwise" or "save:VALUES"'),
     ],
 )
 def test_what_needs_all_layers_is_refused(tmp_path, fields, said):
