@@ -112,7 +112,7 @@ def _saving(
 
 
 def values_within(run: RunConfig, mesh: MeshSpec, cluster: Cluster, available: TierBytes) -> SavedChoice | None:
-    """What layers of a streamed run save in the least time; None: their inputs alone, or nothing fits.
+    """Values that layers of a streamed run save in the least time; None: their inputs alone, or nothing fits.
 
     Args:
         run: whose layers save their inputs in the host's memory.
