@@ -62,6 +62,8 @@ def test_copies_and_files_are_added():
     assert step.state == pytest.approx(64e9 / link)
     alone = limited_step(run_with("none", directory="/nvme"), MovedBytes(files=6e9), MESH, ON)
     assert alone.files == pytest.approx(6e9 / 3e9)
+    slow = dataclasses.replace(ON, hardware=dataclasses.replace(ON.hardware, disk=1e9, disk_write=3e9))
+    assert limited_step(run_with("none", directory="/nvme"), MovedBytes(files=6e9), MESH, slow).files == 6, "reads"
     run = run_with(directory="/nvme", parameters=True)
     streamed = limited_step(run, MovedBytes(files=60e9), MESH, ON)
     full = predict_work(DeviceWork.of(run_with("full"), MESH), ON).seconds
@@ -197,3 +199,11 @@ def test_a_page_has_a_lane_for_the_disk(tmp_path, capsys):
     text = page.read_text()
     for word in ("<h2>Device</h2>", "<h2>Host</h2>", "<h2>Disk</h2>", "files read", "files written", "layer 0"):
         assert word in text
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["plan", "quickstart", "--on", "rtx4090:1x1", "--top", "1", "--explain", "1", "--html", str(page)]
+    assert cli.main(words) == 2
+    assert "of the compiled program of layout 1, which needs a compiler for rtx4090" in capsys.readouterr().err
+    assert not page.exists()

@@ -115,5 +115,5 @@ def limited_step(run: RunConfig, moved: MovedBytes, mesh: MeshSpec, cluster: Clu
         files = disk_seconds(traffic._replace(away=0), cluster.hardware, *passes)
         exposed = disk_seconds(traffic, cluster.hardware, *passes) - files
     elif run.disk.directory:
-        files = disk_seconds(FileTraffic(0, 0, 0, moved.files, 0), cluster.hardware, 0, 0)
+        files = disk_seconds(FileTraffic(0, moved.files, 0, moved.files, 0), cluster.hardware, 0, 0)
     return LimitedStep(none, again, exposed, moved.host * tier.seconds_per_byte, files)
