@@ -58,7 +58,7 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     """The arguments of `jaxllm train` without those of a budget, and the budget that they give.
 
     ``--disk DIR:SIZE``, with or without ``--host SIZE``, is replaced by the settings that it stands for where there is
-    no budget.
+    no budget, or settings say what is on disk (``--disk.parameters``).
 
     Raises:
         UsageError: a size is missing, or they do not go together.
@@ -80,8 +80,10 @@ def without_budget(argv: list[str]) -> tuple[list[str], MemoryBudget | None]:
     if host is not None and within is None and not fit and "--disk" not in found:
         raise UsageError("--host SIZE needs --within SIZE, the memory budget of a device, --fit, or --disk DIR:SIZE.")
     disk = disk_of(found["--disk"]) if "--disk" in found else None
+    settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
+    if any(word.startswith(("--disk.parameters", "--disk.activations")) for word in rest):
+        rest, disk, settings = [*rest, *settings], None, []  # the run says what is on disk
     if within is None and not fit:
-        settings = [] if disk is None else ["--disk.directory", disk[0], "--disk.bytes", str(disk[1])]
         settings += [] if host is None else ["--disk.host", str(size_of("--host", host))]
         return [*rest, *settings], None
     budget = MemoryBudget(None, None if host is None else size_of("--host", host))
@@ -211,19 +213,52 @@ def _fitted_place(run: RunConfig, budget: MemoryBudget, cluster: Cluster | None)
     import jax
 
     from jaxllm.models.remat import RematError
+    from jaxllm.plan.capacity_table import with_windows
     from jaxllm.train.compile_step import window_bytes_here
 
+    _check_files(run)
     if run.disk.parameters:
-        return _streamed_within(run, budget), 0
-    window = 0 if budget.host is None or not run.disk.directory else window_bytes_here(run)
-    left = None if budget.host is None else budget.host - window
-    if left is not None and left < 0:
-        raise RematError(f"layers in the window take {window / 2**30:.3f} GiB of the host, more than --host.")
-    took: dict[str, StepBytes] = {}
-    here, measure = (jax.device_count(), jax.default_backend()), functools.partial(_measured_here, took)
-    fitted = within_budget(run, MemoryBudget(budget.device, left), measure, here, cluster)
-    sent = took[fitted.model.remat].host
-    return fitted if left is None or not window else _with_chunks(fitted, left - sent, window), sent
+        return _streamed_within(run, budget, cluster), 0
+    problem: RematError | None = None
+    for tried in with_windows(run):
+        window = 0 if budget.host is None or not run.disk.directory else window_bytes_here(tried)
+        left = None if budget.host is None else budget.host - window
+        took: dict[str, StepBytes] = {}
+        here, measure = (jax.device_count(), jax.default_backend()), functools.partial(_measured_here, took)
+        try:
+            if left is not None and left < 0:
+                raise RematError(f"layers in the window take {window / 2**30:.3f} GiB of the host, more than --host.")
+            fitted = within_budget(tried, MemoryBudget(budget.device, left), measure, here, cluster)
+        except RematError as error:
+            problem = error
+            continue
+        sent = took[fitted.model.remat].host
+        return fitted if left is None or not window else _with_chunks(fitted, left - sent, window), sent
+    assert problem is not None
+    raise problem
+
+
+def _check_files(run: RunConfig, inputs: int = 0) -> None:
+    """Checks that the files of a run are within ``disk.bytes``.
+
+    Args:
+        run: the run.
+        inputs: bytes of a process of what layers save in files.
+
+    Raises:
+        RematError: they are not.
+    """
+    from jaxllm.models.remat import RematError
+    from jaxllm.train.compile_step import state_bytes_here
+
+    if not run.disk.directory or not run.disk.bytes:
+        return
+    state = state_bytes_here(with_remat(run, "full")).disk
+    if 2 * state + inputs > run.disk.bytes:
+        raise RematError(
+            f"files take {(2 * state + inputs) / 2**30:.3f} GiB while a checkpoint is written, of which "
+            f"{inputs / 2**30:.3f} are inputs of layers; --disk has {run.disk.bytes / 2**30:.3f} GiB."
+        )
 
 
 def _faster_place(
@@ -253,8 +288,9 @@ def _faster_place(
         what = "parameters and optimizer state" if other.disk.parameters else "optimizer state"
         try:
             here = _step_by_plan(*found, cluster).seconds
-            best = other if other.disk.parameters else with_remat(other, "none")
-            if (least := _step_by_plan(best, 0, cluster).seconds) >= here:
+            best = _step_by_plan(other if other.disk.parameters else with_remat(other, "none"), 0, cluster)
+            saves = other.disk.parameters and budget.host is not None  # named values, and computes less again
+            if (least := best.seconds - best.recomputed * saves) >= here:
                 continue
             print(f"{here * 1e3:.1f} ms by the plan; with {what} on disk, {least * 1e3:.1f} or more:", flush=True)
             tried = _fitted_place(other, budget, cluster)
@@ -320,9 +356,9 @@ def _places(config: RunConfig, budget: MemoryBudget) -> list[RunConfig]:
     A state that the host or the disk has is copied there and back in each step, so it leaves the device only where no
     remat fits beside it.
     """
-    places = [config]
     if _placed(config):
-        return places
+        return [with_remat(config, "full") if config.disk.parameters else config]
+    places = [config]
     if budget.host is not None and config.optim.spec.streamable:
         places.append(dataclasses.replace(config, host=dataclasses.replace(config.host, optimizer=True)))
     if budget.disk is not None:
@@ -354,37 +390,44 @@ def _rest_in_host_memory(run: RunConfig, state: StateBytes, most: int) -> tuple[
     return run, state
 
 
-def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
+def _streamed_within(config: RunConfig, budget: MemoryBudget, cluster: Cluster | None) -> RunConfig:
     """The run with its parameters on disk, if its step fits; prints what it takes.
 
     Where the budget's disk has inputs of layers, they are those of the fewest layers with which the others' fit into
     the host's memory. The window of layers is that of the run, or the largest smaller one with which the step fits.
+    With a budget of the host's memory, layers save the named values with which the step is fastest by the plan
+    (``jaxllm.plan.tiers.saved_choice``).
 
     Args:
         config: with parameters on disk.
         budget: with the bytes of a device.
+        cluster: the devices; None: their rates are not known, and layers save their inputs alone.
 
     Raises:
         RematError: it does not fit.
         ConfigError: the run's settings do not go with parameters on disk.
     """
+    import jax
+
     from jaxllm.models.remat import RematError
     from jaxllm.plan.capacity_table import with_windows
     from jaxllm.train.compile_step import step_memory_here, window_bytes_here
-    from jaxllm.train.disk.saved_inputs import host_inputs
+    from jaxllm.train.disk.saved_inputs import host_inputs, layers_in_files
+    from jaxllm.train.disk.state_file import padded
 
     assert budget.device is not None
-    device = inside = 0
+    device = inside = window = 0
+    left = None
     for tried in with_windows(config):
         config, (device, inside) = tried, step_memory_here(tried)
-        if device <= budget.device:
+        window = 0 if budget.host is None else window_bytes_here(config)
+        left = None if budget.host is None else budget.host - window
+        if config.disk.activations and budget.disk is not None and left is not None:
+            config, inside = _fewest_in_files(config, inside, left)
+        if device <= budget.device and (left is None or inside <= left):
             break
-    window = 0 if budget.host is None else window_bytes_here(config)
-    left = None if budget.host is None else budget.host - window
     inputs = "inputs of layers in the host memory"
     if config.disk.activations:
-        if budget.disk is not None and left is not None:
-            config, inside = _fewest_in_files(config, inside, left)
         inputs = f"inputs of layers, those of {config.disk.activation_layers or 'all'} on disk"
     said = f"{device / 2**30:.3f} GiB on the device, {inside / 2**30:.3f} of the host for {inputs}"
     print(f"layers streamed from disk, {config.disk.window} of them in memory: {said}", flush=True)
@@ -394,11 +437,61 @@ def _streamed_within(config: RunConfig, budget: MemoryBudget) -> RunConfig:
     ):
         if most is not None and found > most:
             raise RematError(f"layers streamed from disk take {said}; {name} is {most / 2**30:.3f} GiB.")
+    layers = sum(repeats for _, repeats in config.model.segments)
+    largest = hidden = -(-inside // host_inputs(config.disk, layers, config.accumulate))
+    files = layers_in_files(config.disk, layers) * config.accumulate
+    _check_files(config, files * padded(hidden) * jax.local_device_count())
     if left is None:
         return config
-    layers = sum(repeats for _, repeats in config.model.segments)
-    hidden = -(-inside // host_inputs(config.disk, layers, config.accumulate))
-    return _with_chunks(config, left, window, inside + (2 * config.accumulate + 2 * config.disk.window) * hidden)
+    if cluster is not None:
+        found = _with_saved_values(config, budget._replace(host=left), cluster, device)
+        config, inside, largest = found or (config, inside, largest)
+    others = inside + 2 * config.accumulate * hidden + 2 * config.disk.window * largest
+    return _with_chunks(config, left, window, others)
+
+
+def _with_saved_values(
+    config: RunConfig, budget: MemoryBudget, cluster: Cluster, device: int
+) -> tuple[RunConfig, int, int] | None:
+    """The streamed run with the named values that its layers save in the least time, their bytes in the host's memory,
+    and the most bytes that a layer saves; None: it is fastest with the layers' inputs alone, or does not fit as
+    compiled. Prints what is saved where.
+
+    Args:
+        config: the run, whose layers save their inputs alone.
+        budget: of a device, of the host for what layers save, and of the disk.
+        cluster: the devices.
+        device: bytes that the step takes on a device.
+    """
+    import jax
+
+    from jaxllm.config import ConfigError
+    from jaxllm.plan.tiers.saved_choice import SavedRoom, saved_choice
+    from jaxllm.train.compile_step import state_bytes_here, step_memory_here
+    from jaxllm.train.disk.streamed_bytes import value_copies
+    from jaxllm.train.run import fitting_mesh
+    from jaxllm.train.run_model import run_model
+
+    assert budget.device is not None
+    assert budget.host is not None
+    disk = 0 if budget.disk is None else budget.disk[1] - 2 * state_bytes_here(config).disk
+    room = SavedRoom(budget.host, disk / jax.local_device_count(), (budget.device - device) / value_copies())
+    mesh = fitting_mesh(config, run_model(config), jax.device_count(), jax.default_backend())
+    try:
+        choice = saved_choice(config, mesh, cluster, room)
+    except (ConfigError, NotImplementedError) as error:
+        print(f"  layers save their inputs alone: {error}", flush=True)
+        return None
+    if choice is None or set(choice.policies) == {"full"}:
+        return None
+    print(f"  {choice}", flush=True)
+    run = choice.of(config)
+    there, inside = step_memory_here(run)
+    if there > budget.device or inside > budget.host:
+        took = f"{there / 2**30:.3f} GiB on the device, {inside / 2**30:.3f} of the host"
+        print(f"  as compiled: {took}, which is too much: they save their inputs alone", flush=True)
+        return None
+    return run, inside, choice.largest
 
 
 def _with_chunks(config: RunConfig, most: int, window: int, others: int = 0) -> RunConfig:

@@ -144,6 +144,16 @@ def moved_values(policy: Policy) -> tuple[str, ...]:
     return tuple(value for value, moved in _places(policy) if moved) if policy.startswith("save:") else ()
 
 
+def saves_names_alone(remat: str) -> bool:
+    """Whether a policy, or each of a list of policies, saves the blocks' inputs and named values on the device, and
+    nothing else."""
+    return all(
+        policy in ("full", "attention", "elementwise")
+        or (saved_values(policy) is not None and not moved_values(policy))
+        for policy, _ in parse(remat)
+    )
+
+
 def on_host(remat: str) -> bool:
     """Whether a policy, or one of a list of policies, moves values to the host."""
     return any(moved_values(policy) or offloaded_share(policy) is not None for policy, _ in parse(remat))

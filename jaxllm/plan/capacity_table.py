@@ -20,6 +20,7 @@ from jaxllm.config import ConfigError
 from jaxllm.models import functional
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.memory_estimate import MemoryEstimate, predict_work
+from jaxllm.plan.formulas.named_values import saved_by_unit
 from jaxllm.plan.formulas.optimizer_memory import COUNTER, average_bytes
 from jaxllm.plan.formulas.tier_bytes import TierBytes, TierPlacement
 from jaxllm.plan.hardware import Cluster, Hardware
@@ -27,7 +28,7 @@ from jaxllm.train import RunConfig
 from jaxllm.train.compile_step import StepMemory, step_memory_for
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.layer_stream_step import IN_FLIGHT
-from jaxllm.train.disk.saved_inputs import host_inputs, layers_in_files
+from jaxllm.train.disk.saved_inputs import layers_in_files, saved_host_bytes
 from jaxllm.train.disk.streamed_bytes import LayerBytes, peak_of_layers
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import fitting_mesh
@@ -173,7 +174,7 @@ def run_kinds(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> dict[str, Tie
     Raises:
         ConfigError: the planner has no formula for the optimizer.
     """
-    in_memory = dataclasses.replace(run, disk=DiskConfig())
+    in_memory = without_files(run)
     work = DeviceWork.of(in_memory, mesh)
     estimate = predict_work(work, cluster.topology)
     if not run.disk.directory:
@@ -194,19 +195,19 @@ def run_kinds(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> dict[str, Tie
             TierBytes(0 if updates else estimate.activations),
             TierBytes(0 if updates else before - estimate.activations),
         )
-    hidden = work.stream_bytes()
-    peak = peak_of_layers(layers, count, window, ends, hidden, estimate.working)
+    hidden, saved = work.stream_bytes(), saved_by_unit(work, run.model.remat)
+    peak = peak_of_layers(layers, count, window, ends, hidden, estimate.working, max(saved) - hidden)
     running, leaving = min(IN_FLIGHT + 1, count), min(window, count)
     wide = max(layers, key=lambda one: 2 * one.parameters + one.state)
     whole = max(layers, key=sum)
-    files, inputs = estimate.parameters - ends.parameters, host_inputs(run.disk, count, work.micro_batches) * hidden
+    files, inputs = estimate.parameters - ends.parameters, saved_host_bytes(run.disk, saved, work.micro_batches)
     gradients = ends.parameters + running * wide.parameters
     states = peak.ends_state + running * wide.state + leaving * whole.state
     return _kinds(
         TierBytes(gradients + leaving * whole.parameters, window * whole.parameters, 2 * files),
         TierBytes(gradients),
         TierBytes(states, window * whole.state + ends.state, 2 * state),
-        TierBytes(peak.hidden, inputs, layers_in_files(run.disk, count) * work.micro_batches * hidden),
+        TierBytes(peak.hidden + peak.values, inputs, _saved_in_files(run, work)),
         TierBytes(peak.temporaries + estimate.batch),
     )
 
@@ -233,9 +234,11 @@ class FileTraffic(NamedTuple):
 
     Attributes:
         forward, backward: read for the forward pass, and for the backward pass and the updates.
-        saved: inputs of layers, written in the forward pass and read in the backward pass.
+        saved: inputs of layers and their named values, written in the forward pass and read in the backward pass.
         written: parameters and optimizer state.
         again: read for the backward pass that finds the norm by which gradients are clipped.
+        away: inputs and values of layers that the device moves to its host in the forward pass and back in each
+            backward pass, those in files too.
     """
 
     forward: float
@@ -243,11 +246,12 @@ class FileTraffic(NamedTuple):
     saved: float
     written: float
     again: float
+    away: float = 0.0
 
 
 def file_traffic(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> FileTraffic:
     """Bytes that a step of a run with files moves: what the window has at a turn is not read (``step_traffic``)."""
-    work = DeviceWork.of(dataclasses.replace(run, disk=DiskConfig()), mesh)
+    work = DeviceWork.of(without_files(run), mesh)
     estimate = predict_work(work, cluster.topology)
     layers, ends, count = _layer_bytes(work, estimate)
     state, kept = _state_in_files(work, estimate), min(run.disk.window, count)
@@ -255,16 +259,18 @@ def file_traffic(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> FileTraffi
         return FileTraffic(0, state - kept * max(one.state for one in layers), 0, state, 0)
     parameters = estimate.parameters - ends.parameters
     reads = parameters - kept * max(one.parameters for one in layers)
-    saved = layers_in_files(run.disk, count) * work.micro_batches * work.stream_bytes()
+    saved = _saved_in_files(run, work)
     again = reads + saved if run.optim.clip_norm is not None else 0
-    return FileTraffic(reads, reads + state, saved, parameters + state, again)
+    away = work.micro_batches * sum(saved_by_unit(work, run.model.remat))
+    return FileTraffic(reads, reads + state, saved, parameters + state, again, away)
 
 
 def disk_seconds(traffic: FileTraffic, hardware: Hardware, forward: float, backward: float) -> float:
     """Seconds of a step that files take beside its passes: what these do not hide, and passes that are made again.
 
     Reads and writes go on at the same time, each at its rate of the disk, or the link's if that is slower. Layers are
-    read and written beside the passes; the optimizer state alone is after them.
+    read and written beside the passes; the optimizer state alone is after them. What layers save goes over the link
+    too, wherever it is; back with what is read from files.
 
     Args:
         traffic: bytes of the step.
@@ -275,9 +281,24 @@ def disk_seconds(traffic: FileTraffic, hardware: Hardware, forward: float, backw
     back = max((traffic.backward + traffic.saved) / read, traffic.written / write)
     if not traffic.forward:
         return back
-    out = max(traffic.forward / read, traffic.saved / write)
-    repeated = max(backward, traffic.again / read) if traffic.again else 0.0
+    away, link = traffic.away, hardware.host
+    out = max(traffic.forward / read, traffic.saved / write, away / link)
+    back = max(back, (traffic.backward + away) / link) if away else back
+    repeated = max(backward, traffic.again / read, away / link) if traffic.again else 0.0
     return max(0.0, out - forward) + max(0.0, back - backward) + repeated
+
+
+def without_files(run: RunConfig) -> RunConfig:
+    """The run with its states in memory, for the formulas of the planner; layers that were streamed keep their inputs
+    alone, and what they save besides is counted apart (``saved_by_unit``)."""
+    remat = "full" if run.disk.parameters else run.model.remat
+    return dataclasses.replace(run, disk=DiskConfig(), model=dataclasses.replace(run.model, remat=remat))
+
+
+def _saved_in_files(run: RunConfig, work: DeviceWork) -> int:
+    """Bytes of a device that streamed layers save in files."""
+    saved = saved_by_unit(work, run.model.remat)
+    return work.micro_batches * sum(saved[: layers_in_files(run.disk, len(saved))])
 
 
 def check_compiles(row: CapacityRow, cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxllm.config import ConfigError
 from jaxllm.parallel.sharding_table_view import columns, size
+from jaxllm.plan.capacity_table import without_files
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.collective_time import Network
 from jaxllm.plan.formulas.step_time import collectives, predict
@@ -54,6 +55,7 @@ def link_traffic(
         choice: name of the row.
         calibration: attained shares of the data sheet's rates.
     """
+    run = without_files(run)
     network, time = Network(cluster, mesh), predict(run, cluster, mesh, calibration)
     sent = [(one.count, network.sent(one.kind, one.axes, one.bytes)) for one in collectives(run, mesh)]
     near, far = (sum(count * found[place] for count, found in sent) for place in (0, 1))

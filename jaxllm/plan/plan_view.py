@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxllm.parallel.sharding_table_view import columns
+from jaxllm.plan.capacity_table import without_files
 from jaxllm.plan.compiled_layout import CompiledLayout, CompiledPrograms
 from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.device_work import DeviceWork
@@ -68,7 +69,10 @@ def describe_plan(layout: ParallelLayout) -> str:
     said += ["state on the host"] if layout.run.host.optimizer else []
     if layout.run.disk.directory:
         files = layout.run.disk
-        said += ["inputs, layers, state on disk" if files.activations else "layers, state on disk"] * files.parameters
+        if files.parameters:
+            saved = "inputs" if layout.run.model.remat == "full" else "inputs and values"
+            saved += f" of {files.activation_layers} layers" if files.activation_layers else ""
+            said += [f"{saved}, layers, state on disk" if files.activations else "layers, state on disk"]
         said += ["state on disk"] * (not files.parameters) + [f"window {files.window}"]
     return ", ".join(said)
 
@@ -96,7 +100,7 @@ def explained(layout: ParallelLayout, cluster: Cluster) -> str:
     if memory.host:
         lines.append(f"  {'in the memory of its host':<44}{memory.host / GIB:10.3f}")
         forward = time.compute / 3 / layout.run.accumulate  # a third of the arithmetic
-        work = DeviceWork.of(layout.run, layout.mesh)
+        work = DeviceWork.of(without_files(layout.run), layout.mesh)
         lines += [f"    {line}" for line in offload_time.describe(work, cluster.hardware, forward)]
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.parallel.compiler_flags import options
 from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.disk_step import compiled_programs, lowered_programs
-from jaxllm.train.disk.saved_inputs import host_inputs
+from jaxllm.train.disk.saved_inputs import saved_host_bytes
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
 from jaxllm.train.disk.streamed_bytes import device_peak
@@ -222,8 +222,9 @@ def _layer_stream_memory(run: RunConfig, devices: list[jax.Device], chosen: dict
     with jax.set_mesh(mesh):
         programs = build_streamed_step(run, of, files, abstract_batch(run, model, mesh), chosen)
     hidden: int = programs.embed.memory_analysis().output_size_in_bytes
-    inputs = host_inputs(run.disk, len(params.units), run.accumulate)
-    return _of_programs(sum(device_peak(programs, of, files)), hidden * inputs, vars(programs))
+    sizes = [hidden + shard_bytes([x for _, x in programs.values[of.kind_of(unit)]]) for unit in params.units]
+    inputs = saved_host_bytes(run.disk, sizes, run.accumulate)
+    return _of_programs(sum(device_peak(programs, of, files)), inputs, vars(programs))
 
 
 def _of_programs(device: int, host: int, programs: Mapping[str, Any]) -> StepMemory:

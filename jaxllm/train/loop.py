@@ -243,6 +243,8 @@ def run_with_rollback(
         run.group.broadcast("compiled by process 0")
     view.say(f"compiled the step in {seconds:.1f} s; options: {described(run.compiler_options)}")
     events.write("compiled", seconds=round(seconds, 3))
+    if isinstance(step, LayerStreamStep):
+        run.check_disk(sum(step.inputs.sizes))
     if isinstance(step, LayerStreamStep) and run.param_files is not None and run.state_files is not None:
         traffic = step_traffic(run.param_files, run.state_files, step.inputs.sizes, config.optim.clip_norm is not None)
         view.say(f"layers are streamed: {traffic}, for {config.accumulate} micro-batches")

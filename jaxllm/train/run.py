@@ -177,8 +177,7 @@ class Run:
         all_files = [files for files in (self.state_files, self.param_files) if files is not None]
         share_chunks(config.disk, all_files)
         self.disk_bytes = sum(files.bytes for files in all_files)
-        if self.disk_bytes:
-            check_room(config.disk, self.disk_bytes)
+        self.check_disk()
         self.links = step_links(config)
         settle = settle_function(config, self.model)
         self._settle = settle and jax.jit(settle, donate_argnums=0, out_shardings=shardings_of(self.abstract))
@@ -208,6 +207,20 @@ class Run:
         self.data_shard, self.num_data_shards = (0, 1) if whole else local_part(self.batch_sharding, shape)
         device = self.mesh.devices.flat[0]
         self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
+
+    def check_disk(self, activations: int = 0) -> None:
+        """Checks that the disk has room for the files of all processes; each of them calls this at the same time.
+
+        Args:
+            activations: bytes of saved activations in files.
+
+        Raises:
+            DiskTierError: it has not.
+        """
+        files = [one for one in (self.state_files, self.param_files) if one is not None]
+        if files:
+            reserved = sum(one.reserved for one in files)
+            check_room(self.config.disk, self.disk_bytes, activations, reserved, self.group)
 
     def put_batch(self, batch: Batch) -> Any:
         """This process's rows of a batch, placed on the devices; in slots, where the run has them."""
@@ -251,7 +264,6 @@ class Run:
             with jax.set_mesh(self.mesh):
                 programs = build_streamed_step(self.config, of, files, batch, options)
             inputs = streamed_inputs(self.config, of, programs, self.mesh)
-            check_room(self.config.disk, self.disk_bytes, sum(inputs.sizes))
             return LayerStreamStep(programs, of, files, inputs), time.monotonic() - start
         if files is not None:
             streamed = build_disk_step(self.config, self.model, grads, self.abstract, files)

@@ -9,6 +9,7 @@ import jax
 
 from jaxllm.models import functional
 from jaxllm.models.param_subset import trainable_mask
+from jaxllm.models.remat import saves_names_alone
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.objective import HeadObjective, make_objective
@@ -201,6 +202,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.model.embed_grad != 1.0, lambda run: f"model.embed_grad = {run.model.embed_grad}"
     ),
     "partial recomputation": Feature(lambda run, _: run.model.remat != "full", _remat),
+    "saved values without names": Feature(lambda run, _: not saves_names_alone(run.model.remat), _remat),
     "selective recomputation": Feature(lambda run, _: run.model.remat not in ("none", "full"), _remat),
     "layerwise recomputation": Feature(lambda run, _: run.model.remat not in get_args(Remat), _remat),
     "offloaded or compact activations": Feature(

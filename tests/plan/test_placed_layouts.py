@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from jaxllm import cli
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.recipe_arguments import find_recipe
 from jaxllm.config import ConfigError
+from jaxllm.models.remat import saves_names_alone
 from jaxllm.plan import layout_search
 from jaxllm.plan.capacity_table import PLACEMENTS, FileTraffic, disk_seconds, file_traffic, run_bytes, with_windows
 from jaxllm.plan.formulas.tier_bytes import TierBytes
 from jaxllm.plan.hardware import Cluster
-from jaxllm.plan.placed_layouts import _predicted, search_places
+from jaxllm.plan.placed_layouts import _predicted, search_places, values_within
 from jaxllm.train import RunConfig
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.host_offload import HostConfig
@@ -59,8 +61,12 @@ def test_the_search_finds_the_fastest_place(mib, there):
             if place.remat == "full":
                 placed = dataclasses.replace(placed, model=laid.model)
             for one in with_windows(placed):
-                if layout_search.is_supported(one, mesh) and not run_bytes(one, mesh, cluster).lacking(available):
+                if not layout_search.is_supported(one, mesh):
+                    continue
+                if not run_bytes(one, mesh, cluster).lacking(available):
                     every.append(predicted(one, mesh, cluster, int(available.device)))
+                if place == PLACEMENTS[4] and (choice := values_within(one, mesh, cluster, available)):
+                    every.append(predicted(choice.of(one), mesh, cluster, int(available.device)))
     best: dict[MeshSpec, float] = {}
     for one in every:
         if one.fits and one.time.seconds < best.get(one.mesh, math.inf):
@@ -84,17 +90,22 @@ def test_traffic_and_seconds_of_files_by_hand():
     ends, hidden = 4 * (2 * 32_000 * 4096 + 4096), 2 * 2048 * 4096
     alone = dataclasses.replace(run, disk=DiskConfig("/nvme"))
     state = 2 * (32 * layer + ends)
-    assert file_traffic(alone, mesh, cluster) == pytest.approx((0, state - 8 * layer, 0, state, 0))
+    assert file_traffic(alone, mesh, cluster) == pytest.approx((0, state - 8 * layer, 0, state, 0, 0))
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, remat="full"))
     streamed = dataclasses.replace(run, disk=DiskConfig("/nvme", window=2, parameters=True))
-    expected = (30 * layer, 30 * layer + state, 0, 32 * layer + state, 30 * layer)
+    expected = (30 * layer, 30 * layer + state, 0, 32 * layer + state, 30 * layer, 256 * hidden)
     assert file_traffic(streamed, mesh, cluster) == pytest.approx(expected)
     free = dataclasses.replace(
         streamed,
         disk=dataclasses.replace(streamed.disk, activations=True),
         optim=dataclasses.replace(run.optim, clip_norm=None),
     )
-    expected = (30 * layer, 30 * layer + state, 256 * hidden, 32 * layer + state, 0)
+    expected = (30 * layer, 30 * layer + state, 256 * hidden, 32 * layer + state, 0, 256 * hidden)
     assert file_traffic(free, mesh, cluster) == pytest.approx(expected)
+    values = 2 * 2048 * (3 * 4096 + 2 * 11_008 + 4096)  # queries, keys, values, gate, up, residual
+    more = dataclasses.replace(free, model=dataclasses.replace(run.model, remat="attention=1,full=31"))
+    saved = 256 * hidden + 8 * values
+    assert file_traffic(more, mesh, cluster) == pytest.approx((*expected[:2], saved, expected[3], 0, saved))
 
     hardware = dataclasses.replace(cluster.hardware, disk=10.0, host=100.0)
     assert disk_seconds(FileTraffic(0, 40, 0, 60, 0), hardware, 100, 100) == 6
@@ -104,6 +115,22 @@ def test_traffic_and_seconds_of_files_by_hand():
     assert disk_seconds(moved._replace(again=100), hardware, 3, 8) == pytest.approx(2 + 3 + 10)
     assert disk_seconds(moved._replace(again=1), hardware, 30, 80) == 80
     assert disk_seconds(FileTraffic(0, 40, 0, 60, 0), dataclasses.replace(hardware, host=5.0), 1, 1) == 12
+    assert disk_seconds(moved._replace(away=900), hardware, 3, 8) == pytest.approx(6 + 3), "of the link"
+    assert disk_seconds(moved._replace(away=2000), hardware, 3, 8) == pytest.approx(17 + 12.9)
+
+
+def test_streamed_layers_save_what_makes_the_step_fastest():
+    """Of a mesh the layout with named values is faster than any with the layers' inputs alone, and fits."""
+    run, cluster = find_recipe("llama3_70b")(), Cluster.parse("h100:1x8")
+    available = TierBytes(layout_search.memory_limit(cluster), 128 * 2**30, 2**40)
+    best = search_places(run, cluster, available, "/nvme").layouts[0]
+    assert best.run.disk.parameters
+    assert saves_names_alone(best.run.model.remat)
+    assert best.run.model.remat != "full"
+    assert not run_bytes(best.run, best.mesh, cluster).lacking(available)
+    for place in PLACEMENTS[4:]:
+        for one in with_windows(place.of(best.run)):
+            assert predicted(one, best.mesh, cluster, best.limit).time.seconds > best.time.seconds
 
 
 def test_plans_with_files_are_shown_and_saved(tmp_path, capsys):
@@ -115,7 +142,7 @@ def test_plans_with_files_are_shown_and_saved(tmp_path, capsys):
     tiers = ["--host", "128GiB", "--disk", "/mnt/nvme:1TiB"]
     assert cli.main([*asked, *tiers, "--save", str(file), "--json", str(table)]) == 0
     said = capsys.readouterr().out
-    assert "layers, state on disk, window 4" in said
+    assert re.search(r"inputs and values of \d+ layers, layers, state on disk, window \d", said)
     assert "files, beside the passes" in said
     assert "on disk" in said
     (row,) = json.loads(table.read_text())
@@ -124,7 +151,8 @@ def test_plans_with_files_are_shown_and_saved(tmp_path, capsys):
     assert 0 < memory["host"] <= 128 * 2**30
     assert 0 < memory["disk"] <= 2**40
     run = find_recipe(f"{file}:llama3_70b_h100_1x8")()
-    assert run.disk == DiskConfig("/mnt/nvme", 2**40, parameters=True)
+    assert (run.disk.directory, run.disk.bytes, run.disk.parameters) == ("/mnt/nvme", 8 * 2**40, True), "of a process"
+    assert saves_names_alone(run.model.remat)
     assert run_bytes(run, MeshSpec.parse(run.mesh), Cluster.parse("h100:1x8")).disk == pytest.approx(memory["disk"])
     slow = Path(tmp_path / "slow.toml")
     slow.write_text("[h100]\ndisk = 3e8\n")

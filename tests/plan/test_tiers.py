@@ -62,6 +62,8 @@ def test_copies_and_files_are_added():
     assert step.state == pytest.approx(64e9 / link)
     alone = limited_step(run_with("none", directory="/nvme"), MovedBytes(files=6e9), MESH, ON)
     assert alone.files == pytest.approx(6e9 / 3e9)
+    slow = dataclasses.replace(ON, hardware=dataclasses.replace(ON.hardware, disk=1e9, disk_write=3e9))
+    assert limited_step(run_with("none", directory="/nvme"), MovedBytes(files=6e9), MESH, slow).files == 6, "reads"
     run = run_with(directory="/nvme", parameters=True)
     streamed = limited_step(run, MovedBytes(files=60e9), MESH, ON)
     full = predict_work(DeviceWork.of(run_with("full"), MESH), ON).seconds
@@ -78,9 +80,18 @@ def test_copies_and_files_are_added():
 
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize(("place", "layers"), [(3, 0), (4, 0), (5, 0), (5, 5), (5, 32)])
-def test_the_most_of_each_tier_is_that_of_the_capacity_table(place, layers, accumulate, clip):
+@pytest.mark.parametrize(
+    ("place", "layers", "remat"),
+    [
+        *((place, layers, "full") for place, layers in [(3, 0), (4, 0), (5, 0), (5, 5), (5, 32)]),
+        (4, 0, "elementwise"),
+        (5, 5, "save:attention+qkv=8,full"),
+        (5, 0, "full=30,attention"),
+    ],
+)
+def test_the_most_of_each_tier_is_that_of_the_capacity_table(place, layers, accumulate, clip, remat):
     run = PLACEMENTS[place].of(run_with(accumulate=accumulate, clip=clip))
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, remat=remat))
     run = dataclasses.replace(run, disk=dataclasses.replace(run.disk, activation_layers=layers))
     moments, table = step_moments(run, MESH, ON), run_kinds(run, MESH, ON)
     for tier in ("device", "host", "disk"):
@@ -104,11 +115,12 @@ def test_the_most_of_each_tier_is_that_of_the_capacity_table(place, layers, accu
 
 
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("activations", [True, False])
-def test_the_timeline_moves_the_bytes_of_the_step(activations, clip):
+@pytest.mark.parametrize(("activations", "remat"), [(True, "full"), (False, "full"), (True, "elementwise")])
+def test_the_timeline_moves_the_bytes_of_the_step(activations, remat, clip):
     """Reads and writes of the played step, times their rates, are those of the traffic's formula."""
     disk = {"directory": "/nvme", "parameters": True, "activations": activations}
     run = run_with(clip=clip, **disk)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, remat=remat))
     tasks, traffic = step_tasks(run, MESH, ON), file_traffic(run, MESH, ON)
     found = {way: sum(task.seconds for task in tasks if task.resource == f"disk {way}") for way in ("read", "write")}
     read = traffic.forward + traffic.backward + traffic.again + traffic.saved * (2 if clip else 1)
@@ -187,3 +199,11 @@ def test_a_page_has_a_lane_for_the_disk(tmp_path, capsys):
     text = page.read_text()
     for word in ("<h2>Device</h2>", "<h2>Host</h2>", "<h2>Disk</h2>", "files read", "files written", "layer 0"):
         assert word in text
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["plan", "quickstart", "--on", "rtx4090:1x1", "--top", "1", "--explain", "1", "--html", str(page)]
+    assert cli.main(words) == 2
+    assert "of the compiled program of layout 1, which needs a compiler for rtx4090" in capsys.readouterr().err
+    assert not page.exists()

@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import resource
+import shutil
+import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,12 +22,13 @@ from jaxllm.config import ConfigError
 from jaxllm.train import run as preparing
 from jaxllm.train import train
 from jaxllm.train.disk.config import DiskConfig
-from jaxllm.train.disk.disk_tier import DiskTier, IoEvent
+from jaxllm.train.disk.disk_tier import DiskTier, IoEvent, check_room
 from jaxllm.train.disk.state_file import BLOCK, DiskTierError, FileLayout, StateFile, aligned_buffer
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.run import Run
 from jaxllm.train.step.loss_spikes import SpikeConfig
 from tests.optim.kinds import named
+from tests.parallel.test_distributed import in_each
 from tests.train.runs import losses, run_config, stopped_at
 from tests.train.test_spikes import batches
 
@@ -253,6 +259,40 @@ def test_too_little_room_is_said_before_anything_is_computed(tmp_path):
         Run(dataclasses.replace(run, disk=DiskConfig(str(file))))
 
 
+def test_processes_of_a_host_share_what_is_free(tmp_path, monkeypatch):
+    """Four processes of 100 bytes of state each: 800 bytes while a checkpoint is written, some of them reserved."""
+    disk, free = DiskConfig(str(tmp_path)), [0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
+
+    def checked(reserved, hosts=1):
+        def act(one):
+            try:
+                check_room(disk, 100, 0, reserved, one)
+            except DiskTierError as error:
+                return str(error)
+            return ""
+
+        names = {rank: f"host {rank % hosts}" for rank in range(4)}
+        own = threading.local()
+        monkeypatch.setattr(socket, "gethostname", lambda: own.name)
+
+        def named_act(one):
+            own.name = names[one.rank]
+            return act(one)
+
+        return in_each(4, named_act)
+
+    free[0] = 799
+    assert all("for 4 processes on this host" in str(said) for said in checked(0))
+    assert checked(0, hosts=2) == [""] * 4
+    free[0] = 800
+    assert checked(0) == [""] * 4
+    free[0] = 400
+    assert checked(100) == [""] * 4
+    free[0] = 399
+    assert all("free there, or reserved already" in str(said) for said in checked(100))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -305,3 +345,72 @@ def test_a_frozen_file_keeps_its_contents(tmp_path, rng):
     for handle in handles:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(handle)
+
+
+def small_files(directory, count):
+    return [StateFile(directory, FileLayout(f"layer {n}", ["x"], [1])) for n in range(count)]
+
+
+def test_more_files_than_the_soft_limit(tmp_path):
+    """As of 80 layers and 16 micro-batches where a process may open 1,024; other files can be opened beside them."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = max(map(int, os.listdir("/dev/fd"))) + 100
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        files = small_files(tmp_path, 300)
+        other = [open(os.devnull) for _ in range(40)]  # noqa: SIM115
+        for file in other:
+            file.close()
+        assert len({file.handle for file in files}) == 300
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_many_open_files_are_named(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing_from(0, errno.EMFILE)(os.open))
+        with pytest.raises(DiskTierError, match=r"layer 0: reserving .* Too many open files.*`ulimit -n`") as raised:
+            small_files(tmp_path, 1)
+    assert "room" not in str(raised.value)
+
+
+def test_a_kill_before_the_name_is_gone_leaves_an_empty_file_that_the_next_start_removes(tmp_path, monkeypatch):
+    """Where the file system has no O_TMPFILE. What is not empty, or has another name, is not ours."""
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing_from(0, errno.EINTR)(os.unlink))
+        with pytest.raises(DiskTierError):
+            small_files(tmp_path, 1)
+    assert len(os.listdir(tmp_path)) == 1
+    for name, text in (("jaxllm-state-full", "x"), ("another", "")):
+        (tmp_path / name).write_text(text)
+    unlink = os.unlink
+
+    def removed_meanwhile(path):
+        unlink(path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", removed_meanwhile)
+    tier = DiskTier(tmp_path, [FileLayout("layer", ["x"], [100])], 2)
+    assert sorted(os.listdir(tmp_path)) == ["another", "jaxllm-state-full"]
+    tier.renew()[0].write_part(0, np.ones(100, np.uint8))
+
+
+def test_a_write_or_read_that_fails_names_layer_and_array(tmp_path, monkeypatch):
+    file = StateFile(tmp_path, FileLayout("layer 3", ["mu", "nu"], [5000, 5000]))
+    buffer = aligned_buffer(file.layout.size)
+    for call, doing in (("pwrite", "writing"), ("preadv", "reading")):
+        real = getattr(os, call)
+
+        def second_part_fails(handle, rest, offset, call=real):
+            if offset >= 2 * BLOCK:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            given = (rest[0] if isinstance(rest, list) else rest)[: 2 * BLOCK]
+            return call(handle, [given] if isinstance(rest, list) else given, offset)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, second_part_fails)
+            with pytest.raises(DiskTierError, match=f"layer 3: nu: {doing} .*Input/output error"):
+                (file.write if call == "pwrite" else file.read)(buffer)
+        file.write(buffer)

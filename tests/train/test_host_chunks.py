@@ -74,6 +74,15 @@ def compared(seed: int) -> tuple[int, int]:
     return sum(loads), lru
 
 
+def test_a_schedule_holds_no_more_after_more_steps():
+    layers = [tuple(range(8 * layer, 8 * layer + 8)) for layer in range(6)]
+    events = [event for one in layers for event in (ChunkEvent(one, (), 40), ChunkEvent((), one, 40))]
+    schedule = ChunkSchedule(events)
+    for _ in range(20):
+        schedule.step()
+        assert len(schedule._heap) <= 2 * 48, "entries of chunks that were read are gone"
+
+
 @pytest.mark.parametrize("seed", range(15))
 def test_the_chunks_that_stay_are_the_best(seed):
     compared(seed)

@@ -22,6 +22,7 @@ from jaxllm.train import RunConfig, TrainResult, compile_step
 from jaxllm.train.config import DataConfig
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.saved_inputs import host_inputs
+from jaxllm.train.disk.state_file import BLOCK, padded
 from jaxllm.train.host_offload import HostConfig
 from jaxllm.train.model_flops import hardware_flops_per_token, train_flops_per_token
 from tests import tiny
@@ -54,6 +55,11 @@ def measured(monkeypatch):
         (["--steps", "3"], ["--steps", "3"], None),
         (["--fit", "--host=2", "--hardware", "a.toml"], ["--hardware", "a.toml"], MemoryBudget(None, 2 << 30)),
         (["--within", "1", "--disk=/a:b:2"], [], MemoryBudget(1 << 30, None, ("/a:b", 2 << 30))),
+        (
+            ["--within", "1", "--disk=/a:2", "--disk.parameters"],
+            ["--disk.parameters", "--disk.directory", "/a", "--disk.bytes", str(2 << 30)],
+            MemoryBudget(1 << 30),
+        ),
         (["--disk", "/a:b:2GiB"], ["--disk.directory", "/a:b", "--disk.bytes", str(2 << 30)], None),
     ],
 )
@@ -214,6 +220,69 @@ def test_a_smaller_window_is_taken_where_it_fits(with_places, finished, monkeypa
 
 
 @pytest.mark.drawn(2)
+def test_a_smaller_window_is_taken_where_it_fits_the_host(with_places, finished, capsys):
+    """Of the state alone, and of streamed layers with their inputs in memory."""
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=10))
+    disk = ("/nvme", 1 << 30)
+    for parameters, least, inputs in ((False, BASE - STATE, 0), (True, BASE - STATE - PARAMS, INPUTS)):
+        windows = {}
+        for window in (2, 3, 4):
+            there = DiskConfig(*disk, window=window, parameters=parameters)
+            windows[window] = compile_step.window_bytes_here(
+                memory_budget.with_remat(dataclasses.replace(run, disk=there), "full")
+            )
+        assert windows[2] < windows[3] < windows[4]
+        for window, size in windows.items():
+            fitted = fitted_here(run, MemoryBudget(least << 20, (inputs << 20) + size, disk))
+            assert fitted.disk == DiskConfig(*disk, window=window, parameters=parameters)
+    with pytest.raises(UsageError):
+        fitted_here(run, MemoryBudget(least << 20, windows[2] - 1, disk))
+
+
+@pytest.mark.drawn(2)
+def test_places_that_the_disk_has_no_room_for_are_not_taken(with_places, finished, monkeypatch, capsys):
+    """The state twice, as while a checkpoint is written, and inputs of layers in files."""
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=10))
+    for parameters, least in ((False, BASE - STATE), (True, BASE - STATE - PARAMS)):
+        there = DiskConfig("/nvme", parameters=parameters)
+        state = compile_step.state_bytes_here(
+            memory_budget.with_remat(dataclasses.replace(run, disk=there), "full")
+        ).disk
+        disk = ("/nvme", 2 * state)
+        assert fitted_here(run, MemoryBudget(least << 20, None, disk)).disk == DiskConfig(*disk, parameters=parameters)
+        with pytest.raises(UsageError):
+            fitted_here(run, MemoryBudget(least << 20, None, (disk[0], disk[1] - 1)))
+        assert "files take" in capsys.readouterr().out
+    window = compile_step.window_bytes_here(
+        memory_budget.with_remat(dataclasses.replace(run, disk=DiskConfig("/nvme", parameters=True)), "full")
+    )
+    host, inputs = (INPUTS - 1 << 20) + window, 6 * ((INPUTS << 20) // 10) * 8
+    size = 2 * state + 6 * padded(-(-(INPUTS << 20) // 10)) * 8
+    assert size >= 2 * state + inputs
+    fitted = fitted_here(run, MemoryBudget(least << 20, host, ("/nvme", size + 8 * BLOCK * 6)))
+    assert fitted.disk.activation_layers == 6
+    with pytest.raises(UsageError, match="inputs of layers; --disk has"):
+        fitted_here(run, MemoryBudget(least << 20, host, ("/nvme", 2 * state + inputs - 1)))
+
+
+def test_parameters_that_are_to_be_on_disk_are_there(measured, monkeypatch, tmp_path):
+    """Under a memory limit too; where the device had room for them."""
+    seen: list[RunConfig] = []
+
+    def train(config: RunConfig) -> TrainResult:
+        seen.append(config)
+        return TrainResult(Path(config.out) / config.name, config.steps, True, None, None)
+
+    monkeypatch.setattr("jaxllm.train.train", train)
+    words = ["--within", "1GiB", "--disk", f"{tmp_path}:2GiB", "--disk.parameters", "--model.layers", "4"]
+    assert cli.main(["train", "quickstart", *words]) == 0
+    assert seen[0].disk == DiskConfig(str(tmp_path), 2 << 30, parameters=True)
+    assert seen[0].model.remat == "full"
+
+
+@pytest.mark.drawn(2)
 def test_state_on_disk_has_chunks_in_what_the_host_has_left(with_places, finished, capsys):
     """The host has no room for the whole state, and the device none for the rest: a part of the files stays there."""
     run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
@@ -229,14 +298,15 @@ def test_state_on_disk_has_chunks_in_what_the_host_has_left(with_places, finishe
     assert f"{left / 2**30:.3f} GiB of the host for chunks of the files" in capsys.readouterr().out
     fitted = fitted_here(run, MemoryBudget(least, window + fitted.disk.chunk - 1, disk))
     assert fitted.disk == DiskConfig(*disk), "less than a chunk"
+    smallest = dataclasses.replace(away, disk=DiskConfig(*disk, window=2))
     with pytest.raises(UsageError):
-        fitted_here(run, MemoryBudget(least, window - 1, disk))
+        fitted_here(run, MemoryBudget(least, compile_step.window_bytes_here(smallest) - 1, disk))
     assert "layers in the window take" in capsys.readouterr().out
 
 
 @pytest.mark.drawn(3)
 def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
-    """What it takes of the device does not grow with the layers; other recomputation is refused."""
+    """What it takes of the device does not grow with the layers; saved values without names are refused."""
     run = runs.run_config(finished)
     disk = DiskConfig(str(tmp_path / "files"), window=2, parameters=True)
     found = []
@@ -246,8 +316,41 @@ def test_a_streamed_step_is_measured_without_files(finished, tmp_path):
     assert found[0][0] == found[1][0]
     assert 2 * found[0][1] == found[1][1]
     assert not (tmp_path / "files").exists()
+    model = dataclasses.replace(run.model, layers=8, remat="elementwise")
+    _, host = compile_step.step_memory_here(dataclasses.replace(run, model=model, disk=disk))
+    assert host > 3 * found[1][1]
     with pytest.raises(ConfigError, match=r"set model.remat to .full"):
-        compile_step.step_memory_here(dataclasses.replace(run, disk=disk))
+        compile_step.step_memory_here(memory_budget.with_remat(dataclasses.replace(run, disk=disk), "none"))
+
+
+@pytest.mark.drawn(3)
+def test_streamed_layers_save_what_makes_the_step_fastest(finished, monkeypatch, capsys, tmp_path):
+    """By the plan, within the host's memory and the device's, as compiled; their inputs alone where one has no room."""
+    known = Cluster.parse("v6e:2x4")
+    slow = dataclasses.replace(known, hardware=dataclasses.replace(known.hardware, flops_float32=1e9))
+    monkeypatch.setattr(memory_budget, "_cluster_here", lambda _: slow)
+    run = dataclasses.replace(runs.run_config(finished), mesh="data=8")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, layers=6))
+    disk = DiskConfig(str(tmp_path / "files"), 1 << 30, window=2, parameters=True)
+    streamed = dataclasses.replace(memory_budget.with_remat(run, "full"), disk=disk)
+    device, inputs = compile_step.step_memory_here(streamed)
+    window, room = compile_step.window_bytes_here(streamed), 64 << 10
+    budget = MemoryBudget(device + room, window + (64 << 10), (disk.directory, disk.bytes))
+    fitted = memory_budget._streamed_within(streamed, budget, slow)
+    assert fitted.model.remat == "elementwise"
+    assert "layers save 6 x elementwise: 0.000 GiB of the host; " in capsys.readouterr().out
+    took, host = compile_step.step_memory_here(fitted)
+    assert took <= device + room
+    assert inputs < host <= 64 << 10
+    few = memory_budget._streamed_within(streamed, budget._replace(host=window + 2 * inputs), slow)
+    assert few.model.remat not in ("full", "elementwise")
+    assert compile_step.step_memory_here(few)[1] <= 2 * inputs
+    seconds = [memory_budget._step_by_plan(one, 0, slow).seconds for one in (fitted, few, streamed)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] < seconds[2]
+    for less in (budget._replace(device=device), budget._replace(host=None)):
+        assert memory_budget._streamed_within(streamed, less, slow).model.remat == "full"
+    assert memory_budget._streamed_within(streamed, budget, None).model.remat == "full"
 
 
 @pytest.mark.drawn(2)

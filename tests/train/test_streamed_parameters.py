@@ -6,8 +6,11 @@ import dataclasses
 import errno
 import os
 import re
+import shutil
 import time
+import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -147,9 +150,11 @@ def test_a_rollback_restores_both_tiers(tmp_path):
     assert (spike["step"], spike["from"]) == (9, 6)
 
 
-@pytest.mark.drawn(1)
-def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
-    """Reads and writes of each step, and what the device holds at most: one micro-batch; four and clipped gradients.
+@pytest.mark.drawn(0.5)
+@pytest.mark.parametrize("remat", ["full", "elementwise"])
+def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch, remat):
+    """Reads and writes of each step, and what the device holds at most: one micro-batch; four and clipped gradients;
+    layers that save their inputs alone, or named values.
 
     As it is, it holds no more than the formula. Where it is as late as a real device may be, with the arrays of
     ``IN_FLIGHT`` programs beside the next one, and the disk is slow, so that what leaves waits, it holds about that:
@@ -203,7 +208,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
             patch.setattr(LayerStreamStep, "__call__", measured)
             if late:
                 patch.setattr(StateFile, "write", slow)
-            done = train(config(tmp_path, accumulate=count, out=tmp_path / f"{count} {late}", **fields))
+            made = config(tmp_path, accumulate=count, out=tmp_path / f"{count} {late}", **fields)
+            done = train(dataclasses.replace(made, model=dataclasses.replace(made.model, remat=remat)))
         run, step = opened[-1], steps[-1]
         traffic = step_traffic(run.param_files, run.state_files, clipped=count > 1)
         rows = [row for row in run.directory.read_metrics() if "nll" in row]
@@ -212,7 +218,8 @@ def test_bytes_are_those_of_the_formulas(tmp_path, opened, steps, monkeypatch):
         sizes = [run.param_files.layout(n).size for n in range(LAYERS)]
         assert rows[0]["disk_read_bytes"] == traffic.read + sum(sizes[:3]), "nothing is in memory before the first step"
         limit = device_peak(step._programs, step._of, step._files)
-        least, greatest = (0.9, 1.4) if late else (0.4, 1.0)
+        # Values are not there with all else: updates come between the backward programs that read them.
+        least, greatest = (0.7 if limit.values else 0.9, 1.4) if late else (0.4, 1.0)
         assert least * limit.arrays < most - before <= greatest * limit.arrays
         assert done.complete
 
@@ -308,8 +315,8 @@ def test_layer_major_order_moves_the_parameters_once(tmp_path):
 @pytest.mark.parametrize(
     ("call", "error", "said"),
     [
-        ("pwrite", errno.ENOSPC, r"of layers 0/\d: writing \d+ bytes in .*files failed: .*No space left"),
-        ("preadv", errno.EIO, r"of layers 0/\d: reading \d+ bytes in .*files failed: .*Input/output error"),
+        ("pwrite", errno.ENOSPC, r"of layers 0/\d: (params|opt_state).*: writing .*files failed: .*No space left"),
+        ("preadv", errno.EIO, r"of layers 0/\d: (params|opt_state).*: reading .*files failed: .*Input/output error"),
         ("flip", 0, r"parameters of layers 0/4: params.* is damaged"),
     ],
 )
@@ -354,11 +361,40 @@ def test_too_little_room_counts_both(tmp_path):
             Run(limited)
 
 
+@pytest.mark.drawn(1)
+def test_files_that_exist_are_not_counted_again(tmp_path, monkeypatch):
+    """A disk with room for twice the state and the saved inputs, and no more: trained on, checkpoints written."""
+    files, made = weakref.WeakSet(), StateFile.__init__
+    monkeypatch.setattr(StateFile, "__init__", lambda self, *given: (made(self, *given), files.add(self))[0])
+    room = Run(run := config(tmp_path))
+    assert room.param_files is not None
+    assert room.state_files is not None
+    both, inputs = room.param_files.bytes + room.state_files.bytes, []
+    check = Run.check_disk
+    monkeypatch.setattr(Run, "check_disk", lambda self, size=0: (inputs.append(size), check(self, size))[1])
+    run = dataclasses.replace(run, disk=dataclasses.replace(run.disk, activations=True), steps=3)
+    free = [2**40]
+
+    def usage(path):
+        return SimpleNamespace(free=free[0] - sum(one.layout.size for one in files))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    train(dataclasses.replace(run, out=str(tmp_path / "much"), steps=1))
+    assert inputs[-1] > 0
+    files.clear()
+    free[0] = 2 * both + inputs[-1] - 1
+    with pytest.raises(DiskTierError, match=r"the inputs of layers .* free there, or reserved already"):
+        train(run)
+    files.clear()
+    free[0] += 1
+    train(run)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"ema": EmaConfig(0.9)}, r"disk.parameters does not go with ema.decay = 0.9: .* set ema.decay to 0"),
-        ({"model.remat": "none"}, 'set model.remat to "full"'),
+        ({"model.remat": "none"}, 'set model.remat to "full", "attention", "elementwise" or "save:VALUES"'),
     ],
 )
 def test_what_needs_all_layers_is_refused(tmp_path, fields, said):

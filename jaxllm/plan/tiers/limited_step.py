@@ -43,7 +43,8 @@ class LimitedStep(NamedTuple):
     Attributes:
         unlimited: with nothing recomputed or moved.
         recomputed: of recomputation.
-        activations: copies of activations to the host and back that the passes do not hide.
+        activations: copies of activations to the host and back that the passes do not hide; of streamed layers what
+            the link takes for them longer than files do.
         state: copies of optimizer state from and to the host.
         files: of files, beside the passes; a backward pass that is made again for them included.
     """
@@ -110,7 +111,9 @@ def limited_step(run: RunConfig, moved: MovedBytes, mesh: MeshSpec, cluster: Clu
     files = 0.0
     if run.disk.parameters:
         traffic = file_traffic(run, mesh, cluster)._replace(backward=moved.files, written=moved.files)
-        files = disk_seconds(traffic, cluster.hardware, full / 4, 3 * full / 4)
+        passes = full / 4, none + again - full / 4
+        files = disk_seconds(traffic._replace(away=0), cluster.hardware, *passes)
+        exposed = disk_seconds(traffic, cluster.hardware, *passes) - files
     elif run.disk.directory:
-        files = disk_seconds(FileTraffic(0, 0, 0, moved.files, 0), cluster.hardware, 0, 0)
+        files = disk_seconds(FileTraffic(0, moved.files, 0, moved.files, 0), cluster.hardware, 0, 0)
     return LimitedStep(none, again, exposed, moved.host * tier.seconds_per_byte, files)

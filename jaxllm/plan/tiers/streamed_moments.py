@@ -7,19 +7,19 @@ what the table says. Times are the planner's, played in the order in which the s
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import NamedTuple
 
-from jaxllm.plan.capacity_table import _layer_bytes, _state_in_files, file_traffic, run_kinds
+from jaxllm.plan.capacity_table import _layer_bytes, _state_in_files, run_kinds, without_files
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.memory_estimate import predict_work as predict_memory
+from jaxllm.plan.formulas.named_values import saved_by_unit
 from jaxllm.plan.formulas.step_time import predict_work
 from jaxllm.plan.formulas.tier_bytes import TierBytes
 from jaxllm.plan.formulas.update_timeline import Task, play
 from jaxllm.plan.hardware import Cluster
+from jaxllm.plan.tiers.saved_choice import recomputed_share
 from jaxllm.train import RunConfig
-from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.layer_stream_step import IN_FLIGHT
 from jaxllm.train.disk.saved_inputs import layers_in_files
 from jaxllm.train.disk.streamed_bytes import LayerBytes
@@ -54,6 +54,7 @@ class StreamedSizes(NamedTuple):
         whole: layer with the most bytes of parameters and state.
         running, leaving: layers whose programs run, and whose new contents are on their way to the files.
         ahead: layers that are left when the state of the ends is read.
+        saved: bytes that each layer saves of a micro-batch, its input and named values.
         passes, update: bytes by what they are of a step whose state alone is in files: most in its passes, and in its
             updates.
     """
@@ -65,13 +66,14 @@ class StreamedSizes(NamedTuple):
     running: int
     leaving: int
     ahead: int
+    saved: list[int]
     passes: dict[str, float]
     update: dict[str, float]
 
 
 def streamed_sizes(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> StreamedSizes:
     """Sizes of a run with files; see ``step_moments``."""
-    work = DeviceWork.of(dataclasses.replace(run, disk=DiskConfig()), mesh)
+    work = DeviceWork.of(without_files(run), mesh)
     estimate = predict_memory(work, cluster.topology)
     layers, ends, count = _layer_bytes(work, estimate)
     window, largest = min(run.disk.window, count), max(one.state for one in layers)
@@ -86,6 +88,7 @@ def streamed_sizes(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> Streamed
         min(IN_FLIGHT + 1, count),
         window,
         run.disk.window + math.ceil(ends.state / max(1, largest)),
+        saved_by_unit(work, run.model.remat) if run.disk.parameters else [],
         {**alike, "optimizer state": stays, "activations": estimate.activations, "all else": rest},
         {
             **alike,
@@ -113,10 +116,10 @@ def step_moments(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> list[StepM
 def _streamed(run: RunConfig, whole: dict[str, TierBytes], sizes: StreamedSizes) -> list[StepMoment]:
     """Moments of a step whose parameters are streamed: forward, head, backward with updates, ends."""
     count, micro = sizes.count, run.accumulate
-    files, window = layers_in_files(run.disk, count), run.disk.window
-    host, disk = whole["activations"].host, whole["activations"].disk
-    written = disk / max(1, files * micro)  # of an input
-    most = sum(_inputs_in_memory(layer, files, micro, window) for layer in range(count))
+    files, window, saved_of = layers_in_files(run.disk, count), run.disk.window, sizes.saved
+    host = whole["activations"].host
+    in_memory = [saved_of[n] * _inputs_in_memory(n, files, micro, window) for n in range(count)]
+    most = sum(in_memory)
     in_flight = sizes.running * sizes.wide.parameters
 
     def at(name: str, saved: int, *, ends: int = 0, updates: bool = False, passes: bool = True) -> StepMoment:
@@ -128,7 +131,7 @@ def _streamed(run: RunConfig, whole: dict[str, TierBytes], sizes: StreamedSizes)
             updates: layers are updated.
             passes: layers compute.
         """
-        inside = sum(_inputs_in_memory(layer, files, micro, window) for layer in range(saved)) / max(1, most) * host
+        inside = sum(in_memory[:saved]) / max(1, most) * host
         state = whole["optimizer state"].host - sizes.ends.state
         device = {
             "parameters": sizes.ends.parameters + passes * in_flight + updates * sizes.leaving * sizes.whole.parameters,
@@ -146,7 +149,7 @@ def _streamed(run: RunConfig, whole: dict[str, TierBytes], sizes: StreamedSizes)
         on_disk = {
             "parameters": whole["parameters"].disk,
             "optimizer state": whole["optimizer state"].disk,
-            "activations": written * micro * min(saved, files),
+            "activations": micro * sum(saved_of[: min(saved, files)]),
         }
         return StepMoment(
             name, {kind: TierBytes(device[kind], there.get(kind, 0.0), on_disk.get(kind, 0.0)) for kind in KINDS}
@@ -202,16 +205,17 @@ def step_tasks(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> list[Task]:
         mesh, cluster: of the run.
     """
     sizes, window = streamed_sizes(run, mesh, cluster), run.disk.window
-    in_memory = dataclasses.replace(run, disk=DiskConfig())
-    found = predict_work(DeviceWork.of(in_memory, mesh), cluster)
+    found = predict_work(DeviceWork.of(without_files(run), mesh), cluster)
     seconds = found.compute + found.memory + sum(found.near.values()) + sum(found.far.values())
-    parts, count = (4 if run.model.remat == "full" else 3), sizes.count
+    parts, count = (4 if run.model.remat == "full" or run.disk.parameters else 3), sizes.count
     forward, backward = seconds / parts / count, seconds * (parts - 1) / parts / count
+    if run.disk.parameters:  # a part of the forward pass is computed again
+        backward = forward * (2 + recomputed_share(run))
     hardware = cluster.hardware
     read, write = (min(one, hardware.host) for one in (hardware.disk, hardware.disk_write or hardware.disk))
     layer, ends = sizes.whole, sizes.ends.state
-    files, saved = layers_in_files(run.disk, count), file_traffic(run, mesh, cluster).saved
-    each = saved / max(1, files)
+    files = layers_in_files(run.disk, count)
+    each = [run.accumulate * size for size in sizes.saved]
     tasks: list[Task] = []
 
     def fetch(name: str, size: float, after: tuple[str, ...]) -> tuple[str, ...]:
@@ -225,7 +229,7 @@ def step_tasks(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> list[Task]:
             there = fetch(f"read layer {n}", layer.parameters, (f"forward {n - window}",)) if n >= window else ()
             tasks.append(Task(f"forward {n}", "accelerator", forward, there))
             if n < files:
-                tasks.append(Task(f"write input {n}", "disk write", each / write, (f"forward {n}",)))
+                tasks.append(Task(f"write input {n}", "disk write", each[n] / write, (f"forward {n}",)))
         passes = ["norm", "update"] if run.optim.clip_norm is not None else ["update"]
     else:
         tasks.append(Task("forward", "accelerator", count * forward))
@@ -239,7 +243,7 @@ def step_tasks(run: RunConfig, mesh: MeshSpec, cluster: Cluster) -> list[Task]:
             if run.disk.parameters and place >= window:
                 there += fetch(f"read layer {n} for its {turn}", layer.parameters, (room,))
             if n < files and place >= window:
-                there += fetch(f"read input {n} for its {turn}", each, (room,))
+                there += fetch(f"read input {n} for its {turn}", each[n], (room,))
             if last and (run.disk.parameters or place >= window):  # the window ends a step with what begins the next
                 there += fetch(f"read state {n}", layer.state, (f"write {n + window}",))
             if last and ends and n == min(count, sizes.ahead) - 1:

@@ -73,6 +73,9 @@ class ChunkSchedule:
         """Chunks that the next step keeps and loads."""
         while len(self._keeps) < 2 * len(self.events):
             self._event()
+        if len(self._heap) > 2 * len(self._until):  # entries of chunks that were read
+            self._heap = [(-until, chunk) for chunk, until in self._until.items()]
+            heapq.heapify(self._heap)
         count = len(self.events)
         found = KeptChunks(tuple(map(tuple, self._keeps[:count])), tuple(map(tuple, self._loads[:count])))
         del self._keeps[:count], self._loads[:count]

@@ -11,8 +11,10 @@ window, so that they are read while as many other units as have their bytes are 
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,10 +25,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxllm.parallel.distributed import ProcessGroup
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.hidden_share import DiskClock
 from jaxllm.train.disk.host_chunks import TierChunks
-from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer
+from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer, remove_leftovers
 
 THREADS = 2
 """Threads of the pool that reads, and of the one that writes: one waits for the disk while the other computes a
@@ -71,33 +74,49 @@ class _Slot:
     read: bool = False
 
 
-def check_room(config: DiskConfig, state: int, activations: int = 0) -> None:
-    """Checks that files of these bytes fit into the directory, before any is made.
+def check_room(
+    config: DiskConfig, state: int, activations: int = 0, reserved: int = 0, processes: ProcessGroup | None = None
+) -> None:
+    """Checks that files of these bytes fit into the directory, with those of other processes of the same host.
 
     Args:
         config: directory, and most bytes of it.
         state: bytes of the train state in files.
         activations: bytes of saved activations in files.
+        reserved: bytes of these that files of this process have already.
+        processes: of the run, all of which call this at once; None: one. Those with the same host name and file system
+            share what is free there; a file system that several hosts share is not known as such.
 
     Raises:
         DiskTierError: they do not, or the directory cannot be used.
     """
-    directory = Path(config.directory)
+    directory, need = Path(config.directory), 2 * state + activations
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
+        free, place = shutil.disk_usage(directory).free, [socket.gethostname(), directory.stat().st_dev]
     except OSError as error:
         raise DiskTierError(f"disk.directory = {directory} cannot be used: {error}.") from error
-    limit = min(config.bytes, free) if config.bytes else free
-    if 2 * state + activations > limit:
-        what = "the parameters of layers and the optimizer state take" if config.parameters else "the state takes"
-        more = f", the inputs of layers {activations / 2**30:.3f} GiB" if activations else ""
-        of = "disk.bytes" if config.bytes and config.bytes <= free else "free there"
-        raise DiskTierError(
-            f"{what} {state / 2**30:.3f} GiB in files, and twice that while a checkpoint is written{more}, but "
-            f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {directory}); give more, or split the run over more "
-            "processes."
-        )
+    group, topic = processes or ProcessGroup(), "room of files"
+    said = group.gather(topic, json.dumps({"place": place, "need": need, "reserved": reserved, "free": free}))
+    everyone = [json.loads(one) for one in json.loads(group.broadcast(topic, json.dumps(said)))]
+    beside = [one for one in everyone if one["place"] == place]
+    # The last process that looked did so when the files of all were reserved.
+    free = min(one["free"] for one in beside) + sum(one["reserved"] for one in beside)
+    together = sum(one["need"] for one in beside)
+    if config.bytes and need > config.bytes:
+        limit, of, beside = config.bytes, "disk.bytes", []
+    elif together > free:
+        limit, of = free, "free there, or reserved already" if reserved else "free there"
+    else:
+        return
+    what = "the parameters of layers and the optimizer state take" if config.parameters else "the state takes"
+    more = f", the inputs of layers {activations / 2**30:.3f} GiB" if activations else ""
+    more += f", in all {together / 2**30:.3f} GiB for {len(beside)} processes on this host" if len(beside) > 1 else ""
+    raise DiskTierError(
+        f"{what} {state / 2**30:.3f} GiB in files, and twice that while a checkpoint is written{more}, but "
+        f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {directory}); give more, or split the run over more "
+        "processes."
+    )
 
 
 @dataclass
@@ -135,6 +154,7 @@ class DiskTier:
     _spare: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        remove_leftovers(self.directory)
         self._files = [StateFile(self.directory, layout) for layout in self.layouts]
         self._readers = ThreadPoolExecutor(THREADS, "disk-tier-read")
         self._writers = ThreadPoolExecutor(THREADS, "disk-tier-write")

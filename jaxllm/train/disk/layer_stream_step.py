@@ -1,12 +1,12 @@
 """Training step whose parameters are streamed: the device holds few layers at a time, the tier's files hold all.
 
-Forward, each layer is read ahead of its use, and its input is saved (``saved_inputs``). Backward, each layer is
-computed again from its input, and is updated and written as soon as its gradients are there (Fuyou,
-arXiv:2403.06504). So neither all parameters nor all gradients nor all optimizer state of layers are ever on the device
-(ZeRO-Infinity, arXiv:2104.07857). A layer is read once for all micro-batches in each direction: layer-major order
-(Harmony, arXiv:2202.01306). Gradients are clipped by a norm that a backward pass without updates has found before, as
-LOMO's paper proposes (arXiv:2306.09782). What is outside of layers stays on the device: embedding, output matrix, final
-norm.
+Forward, each layer is read ahead of its use, and its input is saved (``saved_inputs``), with the named values that
+``model.remat`` saves (``layer_values``). Backward, each layer is computed again from these, and is updated and written
+as soon as its gradients are there (Fuyou, arXiv:2403.06504). So neither all parameters nor all gradients nor all
+optimizer state of layers are ever on the device (ZeRO-Infinity, arXiv:2104.07857). A layer is read once for all
+micro-batches in each direction: layer-major order (Harmony, arXiv:2202.01306). Gradients are clipped by a norm that a
+backward pass without updates has found before, as LOMO's paper proposes (arXiv:2306.09782). What is outside of layers
+stays on the device: embedding, output matrix, final norm.
 """
 
 from __future__ import annotations
@@ -131,12 +131,11 @@ class LayerStreamStep:
             for number in layers:
                 unit = params.units[number]
                 rows, first = params.placed(number, params.tier.take(number)), np.int32(of.layer_of(unit))
-                for i in reversed(range(len(micros))):
-                    saved.put(number, i, hidden[i])
-                for i, micro in enumerate(micros):
+                for i, micro in reversed(list(enumerate(micros))):  # in the order of writing, see ``DiskInputs``
                     given = rows, to_device(hidden[i]), tallies[i], micro, first
-                    x, tallies[i] = running.run(programs.forward[unit.segment], *given, watched=0)
-                    del given
+                    x, tallies[i], values = running.run(programs.forward[of.kind_of(unit)], *given, watched=0)
+                    saved.put(number, i, [hidden[i], *values])
+                    del given, values
                     hidden[i] = x if alone else to_host(x)
                 params.tier.release(number, running.waiting())
                 del rows
@@ -221,14 +220,14 @@ class LayerStreamStep:
             rows, first = params.placed(number, params.tier.take(number)), np.int32(self._of.layer_of(unit))
             grads = programs.layer_zeros[unit.segment]()
             for i, micro in enumerate(micros):
-                x, dx = self.inputs.take(number, i), to_device(grads_of[i])
-                given = rows, x, micro, dx, total, first, grads
-                grads, dx = running.run(programs.backward[unit.segment], *given, watched=1)
-                del given
+                x, *values = self.inputs.take(number, i)
+                given = rows, x, values, micro, to_device(grads_of[i]), total, first, grads
+                grads, dx = running.run(programs.backward[self._of.kind_of(unit)], *given, watched=1)
+                del given, x, values
                 self.inputs.drop(number, i, running.waiting(), final)
                 grads_of[i] = dx if alone else to_host(dx)
             use(number, rows, grads)
-            del rows, grads, x
+            del rows, grads
         return grads_of
 
     def _with_lookups(self, ends: Any, micros: Any, grads_of: list[jax.Array], grads: Any) -> Any:

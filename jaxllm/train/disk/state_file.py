@@ -1,24 +1,35 @@
 """State file: an unnamed file of parts with checksums, written and read without the page cache where that is possible.
 
-The file has no name from the beginning (O_TMPFILE, or unlinked), so the system frees it when the last reference to it
-is gone, also after SIGKILL: no later start can find it and take it for a checkpoint. Its contents are worth nothing
-without the process, so nothing is synced; a damaged part is found by its checksum when it is read.
+The file has no name from the beginning (O_TMPFILE), so the system frees it when the last reference to it is gone, also
+after SIGKILL: no later start can find it and take it for a checkpoint. Where a file system has no O_TMPFILE, the file
+is made with a name, which is removed before anything is written; a kill between the two leaves an empty file, which the
+next start removes. Its contents are worth nothing without the process, so nothing is synced; a damaged part is found by
+its checksum when it is read.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import errno
 import os
 import tempfile
 import weakref
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 BLOCK = 4096
 """Bytes that offsets, lengths and addresses are multiples of, as direct I/O requires."""
+
+PREFIX = "jaxllm-state-"
+"""Names of files begin with it, where a file system has no O_TMPFILE, until the names are removed."""
+
+SPARE_HANDLES = 64
+"""Files that a process may open beside these, before its limit is raised."""
 
 
 class DiskTierError(RuntimeError):
@@ -65,21 +76,21 @@ class StateFile:
     def __init__(self, directory: Path, layout: FileLayout):
         self.directory, self.layout, self.frozen = directory, layout, False
         self._sums: list[int | None] = [None] * len(layout.sizes)
-        with self._naming("reserving"):
-            handle, path = tempfile.mkstemp(prefix="jaxllm-state-", dir=directory)
-            self.handle = handle
+        try:
+            self.handle = handle = unnamed_file(directory)
             weakref.finalize(self, os.close, handle)
-            os.unlink(path)
+            raise_open_files(handle)
             if layout.size and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(handle, 0, layout.size)
+        except OSError as error:
+            raise self._failed("reserving", error) from error
         bypass_page_cache(handle)
 
     def write(self, buffer: np.ndarray) -> None:
         """Writes all parts from an aligned buffer of ``layout.size`` bytes."""
         for number in range(len(self.layout.sizes)):
             self._sums[number] = zlib.crc32(self.layout.part(buffer, number).data)
-        with self._naming("writing"):
-            self._transfer(os.pwrite, buffer, 0)
+        self._transfer("writing", buffer, 0)
 
     def read(self, buffer: np.ndarray, ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Reads all parts into an aligned buffer, and verifies them.
@@ -88,9 +99,8 @@ class StateFile:
             buffer: of ``layout.size`` bytes.
             ranges: (begin, end) of the bytes that are read, in whole blocks; the buffer has the others. None: all.
         """
-        with self._naming("reading"):
-            for begin, end in [(0, self.layout.size)] if ranges is None else ranges:
-                self._transfer(lambda handle, rest, offset: os.preadv(handle, [rest], offset), buffer[begin:end], begin)
+        for begin, end in [(0, self.layout.size)] if ranges is None else ranges:
+            self._transfer("reading", buffer[begin:end], begin)
         for number in range(len(self.layout.sizes)):
             self._verify(number, self.layout.part(buffer, number))
 
@@ -99,26 +109,28 @@ class StateFile:
         buffer = aligned_buffer(padded(data.size))
         buffer[: data.size] = data
         self._sums[number] = zlib.crc32(buffer[: data.size].data)
-        with self._naming("writing"):
-            self._transfer(os.pwrite, buffer, self.layout.offsets[number])
+        self._transfer("writing", buffer, self.layout.offsets[number])
 
     def read_part(self, number: int) -> np.ndarray:
         """One part, verified, [bytes] uint8."""
         size = self.layout.sizes[number]
         buffer = aligned_buffer(padded(size))
-        with self._naming("reading"):
-            self._transfer(
-                lambda handle, rest, offset: os.preadv(handle, [rest], offset), buffer, self.layout.offsets[number]
-            )
+        self._transfer("reading", buffer, self.layout.offsets[number])
         self._verify(number, buffer[:size])
         return buffer[:size]
 
-    def _transfer(self, call: object, buffer: np.ndarray, offset: int) -> None:
+    def _transfer(self, doing: Literal["reading", "writing"], buffer: np.ndarray, offset: int) -> None:
         rest = buffer.data.cast("B")
         while len(rest):
-            count = call(self.handle, rest, offset)  # type: ignore[operator]
-            if count <= 0:
-                raise OSError(f"the file ends {len(rest)} bytes early")
+            try:
+                if doing == "writing":
+                    count = os.pwrite(self.handle, rest, offset)
+                else:
+                    count = os.preadv(self.handle, [rest], offset)
+                if count <= 0:
+                    raise OSError(f"the file ends {len(rest)} bytes early")
+            except OSError as error:
+                raise self._failed(doing, error, offset) from error
             rest, offset = rest[count:], offset + count
 
     def _verify(self, number: int, data: np.ndarray) -> None:
@@ -129,15 +141,54 @@ class StateFile:
                 "disk.directory."
             )
 
-    @contextlib.contextmanager
-    def _naming(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DiskTierError(
-                f"{self.layout.name}: {doing} {self.layout.size} bytes in {self.directory} failed: "
-                f"{error}. Give a disk.directory with room, on a disk that works."
-            ) from error
+    def _failed(self, doing: str, error: OSError, offset: int | None = None) -> DiskTierError:
+        """Error that names the layer, and the array at an offset of the file."""
+        layout = self.layout
+        label = "" if offset is None else f": {layout.labels[bisect.bisect_right(layout.offsets, offset) - 1]}"
+        advice = "Give a disk.directory with room, on a disk that works."
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            advice = (
+                "Each layer has a file, and with disk.activations each layer of each micro-batch: raise the limit of "
+                "open files (`ulimit -n`, up to `ulimit -Hn`), or set accumulate or disk.activation_layers lower."
+            )
+        return DiskTierError(
+            f"{layout.name}{label}: {doing} {layout.size} bytes in {self.directory} failed: {error}. {advice}"
+        )
+
+
+def unnamed_file(directory: Path) -> int:
+    """Opens a new file without a name in a directory, for reading and writing; the handle.
+
+    Raises:
+        OSError: that fails.
+    """
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(OSError):  # a file system without it; what else is wrong is said below
+            return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL, 0o600)
+    handle, path = tempfile.mkstemp(prefix=PREFIX, dir=directory)
+    with contextlib.suppress(FileNotFoundError):  # another process has removed the empty file
+        os.unlink(path)
+    return handle
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes empty files that killed processes have left; one whose process is about to remove its name needs none."""
+    for path in directory.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == 0:
+                path.unlink()
+
+
+def raise_open_files(handle: int) -> None:
+    """Raises this process's limit of open files towards the system's, when a new file's handle comes near to it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or handle + SPARE_HANDLES < soft:
+        return
+    more = 2 * max(soft, SPARE_HANDLES)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard))
 
 
 def bypass_page_cache(handle: int) -> None:

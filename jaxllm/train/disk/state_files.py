@@ -237,6 +237,11 @@ class StateFiles:
         return sum(layout.size for layout in self._layouts)
 
     @property
+    def reserved(self) -> int:
+        """Bytes of the files that this process has made so far."""
+        return self.tier.bytes if "tier" in vars(self) else 0
+
+    @property
     def aside(self) -> frozenset[int]:
         """Units with a place of their own beside the window: what is outside of layers, which is large."""
         return frozenset(number for number, unit in enumerate(self.units) if not unit.segment)

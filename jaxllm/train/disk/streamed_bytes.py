@@ -80,6 +80,7 @@ class DevicePeak(NamedTuple):
         ends_state: optimizer state of what is outside of layers, before and after.
         hidden: hidden states of micro-batches.
         temporaries: of the largest program.
+        values: named values that layers save.
     """
 
     ends: int
@@ -88,6 +89,7 @@ class DevicePeak(NamedTuple):
     ends_state: int
     hidden: int
     temporaries: int
+    values: int = 0
 
     @property
     def arrays(self) -> int:
@@ -117,6 +119,7 @@ def device_peak(programs: StreamedPrograms, of: StreamedModel, files: StateFiles
         LayerBytes(ends, shard_bytes(files.abstract_rows(""))),
         programs.embed.memory_analysis().output_size_in_bytes,
         max(one.memory_analysis().temp_size_in_bytes for one in each),
+        max(shard_bytes([x for _, x in saved]) for saved in programs.values.values()),
     )
 
 
@@ -132,7 +135,13 @@ class LayerBytes(NamedTuple):
 
 
 def peak_of_layers(
-    layers: Sequence[LayerBytes], count: int, window: int, ends: LayerBytes, hidden: int, temporaries: int
+    layers: Sequence[LayerBytes],
+    count: int,
+    window: int,
+    ends: LayerBytes,
+    hidden: int,
+    temporaries: int,
+    values: int = 0,
 ) -> DevicePeak:
     """Most bytes of a device, by the bytes of layers; see ``device_peak``.
 
@@ -143,6 +152,7 @@ def peak_of_layers(
         ends: of what is outside of layers.
         hidden: bytes of a micro-batch's hidden state.
         temporaries: of the largest program.
+        values: bytes of the named values that a layer saves of a micro-batch.
     """
     running = IN_FLIGHT + 1
     # A program has a hidden state or its gradient as argument and as result; one more is copied to or from the host.
@@ -153,4 +163,11 @@ def peak_of_layers(
         ends_state=2 * ends.state,
         hidden=4 * running * hidden,
         temporaries=temporaries,
+        values=value_copies() * values,
     )
+
+
+def value_copies() -> int:
+    """Times that a device holds what a layer saves of a micro-batch, at most: once for each program of a layer that is
+    dispatched and not done, or whose values are on their way to the host (``saved_inputs.Leaving``)."""
+    return IN_FLIGHT + 1

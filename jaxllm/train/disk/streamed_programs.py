@@ -2,9 +2,9 @@
 
     split       batch -> micro-batches, items of the whole batch
     embed       embedding of a micro-batch
-    forward     one layer of a segment, of a micro-batch
+    forward     one layer of a segment, of a micro-batch, and its named values that ``model.remat`` saves
     head        loss and its gradients, of a micro-batch
-    backward    one layer again from its input, and its gradients, of a micro-batch
+    backward    one layer again from its input and these values, and its gradients, of a micro-batch
     update      one layer, from its gradients over all micro-batches
     lookup      gradient of the embedding, of a micro-batch
     squared     squared norm of one layer's gradients, and ``norm`` that of all, where gradients are clipped
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,9 @@ from jaxtyping import Array, Float
 import sharding
 from jaxllm.models import Functional
 from jaxllm.models.params import at_least_f32
+from jaxllm.models.remat import Policy, policies_by_segment
 from jaxllm.train.disk.disk_step import Make, clipped_by, part_of, unit_update
+from jaxllm.train.disk.layer_values import LayerValues, saves_values
 from jaxllm.train.disk.state_files import StateFiles, StateUnit
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches, zeros_like_abstract
 from jaxllm.train.step.objective import HeadObjective
@@ -43,6 +45,22 @@ from sharding import shardings_of
 
 Tally = tuple[Array, Array, Array, Array] | None
 """Routing statistics of the layers so far (``RoutingAccumulator``); None: a model without experts."""
+
+
+class LayerKind(NamedTuple):
+    """Kind of layer that has programs of its own.
+
+    Attributes:
+        segment: of the model.
+        policy: of ``model.remat``.
+    """
+
+    segment: str
+    policy: Policy
+
+    def __str__(self) -> str:
+        """Key of the programs."""
+        return f"{self.segment} {self.policy}" if saves_values(self.policy) else self.segment
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,24 @@ class StreamedModel:
         """Names of the segments, each of which is a kind of layer."""
         return list(self.abstract.params["segments"])
 
+    @property
+    def kinds(self) -> dict[str, LayerKind]:
+        """Kinds of layers that have programs of their own: segments, and policies of ``model.remat`` within them."""
+        config = self.model.config
+        found = {}
+        for s, pieces in enumerate(policies_by_segment(config.remat, config.segments)):
+            for policy, _ in pieces:
+                kind = LayerKind(str(s), policy)
+                found[str(kind)] = kind
+        return found
+
+    def kind_of(self, unit: StateUnit) -> str:
+        """Name of a unit's kind in ``kinds``."""
+        config = self.model.config
+        pieces = policies_by_segment(config.remat, config.segments)[int(unit.segment)]
+        policies = [policy for policy, repeats in pieces for _ in range(repeats)]
+        return str(LayerKind(unit.segment, policies[unit.row]))
+
     def layer_of(self, unit: StateUnit) -> int:
         """Index of the first layer of a unit."""
         shapes, s = self.model.config.segments, int(unit.segment)
@@ -105,10 +141,24 @@ class StreamedModel:
         x, after = self.model.group(int(segment), params, x, micro.positions, first, given)
         return x, None if tally is None else _arrays(after)
 
-    def forward(self, segment: str, rows: Any, x: Array, tally: Tally, micro: Any, first: Any) -> tuple[Array, Tally]:
-        """One layer from its arrays in the order of the file."""
+    def forward(
+        self, segment: str, rows: Any, x: Array, tally: Tally, micro: Any, first: Any, values: LayerValues | None
+    ) -> tuple[Array, Tally, list[Array]]:
+        """One layer from its arrays in the order of the file, and what it saves beside its input.
+
+        Args:
+            values: which it saves; None: none.
+        """
         own = _unstacked(self.tree_of(segment, rows), segment)
-        return self.layer(segment, own, x, tally, micro, first, self.context(micro))
+        if values is None:
+            return *self.layer(segment, own, x, tally, micro, first, self.context(micro)), []
+
+        def layer(own: Any, x: Array) -> tuple[Any, Any]:
+            x, after = self.layer(segment, own, x, tally, micro, first, self.context(micro))
+            return (x, None if after is None else after[2:]), None if after is None else after[:2]
+
+        (x, losses), counts, saved = values.forward(layer, own, x, (micro, first))
+        return x, None if counts is None else (*counts, *losses), saved
 
     def context(self, micro: Any) -> Any:
         """Attention context of training."""
@@ -144,12 +194,24 @@ class StreamedModel:
         return _added(before, (sums, self._reduced(grads, ends))), dx
 
     def backward(
-        self, segment: str, rows: Any, x: Array, micro: Any, dx: Array, total: Array, first: Any, before: Any
+        self,
+        segment: str,
+        rows: Any,
+        x: Array,
+        saved: Sequence[Array],
+        micro: Any,
+        dx: Array,
+        total: Array,
+        first: Any,
+        before: Any,
+        values: LayerValues | None,
     ) -> tuple[Any, Float[Array, "B S D"]]:
-        """Gradients of one layer, which is computed again from its input, and the gradient of that input.
+        """Gradients of one layer, which is computed again from what it saved, and the gradient of its input.
 
         Args:
+            saved: values that ``forward`` returned beside the input.
             before: gradients of earlier micro-batches, which are added; None: this is the only one.
+            values: of ``forward``.
         """
         params = self.tree_of(segment, rows)
         empty = _arrays(RoutingAccumulator.of(self.model.config, None))
@@ -163,7 +225,8 @@ class StreamedModel:
             items = self.objective.total(micro).astype(self.dtype)
             each = items / len(self.model.config.routed_layers) / total
             of_losses = (self.routing.balance_loss * each, self.routing.z_loss * each)
-        _, pull = jax.vjp(layer, _unstacked(params, segment), x)
+        own = _unstacked(params, segment)
+        pull = jax.vjp(layer, own, x)[1] if values is None else values.pull(own, x, (micro, first), saved)
         grads, dx = pull((dx, of_losses))
         stacked = {"segments": {segment: jax.tree.map(lambda g: g[None], grads)}}
         return _added(before, self._reduced(stacked, params)), dx
@@ -190,9 +253,11 @@ class StreamedPrograms:
     """Programs of a streamed step, compiled. Those of layers are by segment; see the head of this file.
 
     Attributes:
+        forward, backward: by kind of layer (``StreamedModel.kinds``).
         head_zeros, layer_zeros: sums and gradients before the first of several micro-batches.
         hidden: input of a layer, abstract.
         squared, norm: None without gradient clipping.
+        values: by kind of layer, what it saves beside its input: names, and abstract arrays on the run's mesh.
     """
 
     split: Any
@@ -209,6 +274,7 @@ class StreamedPrograms:
     hidden: Any
     squared: dict[str, Any]
     norm: Any
+    values: dict[str, list[tuple[str, jax.ShapeDtypeStruct]]]
 
 
 def compiled_streamed_programs(
@@ -283,21 +349,36 @@ def compiled_streamed_programs(
     if several:
         head, _ = ready(of.head, ends, x, tally, micro, total, sums_grads, donate=5)
     forward, backward, update, layer_zeros, squared, norms, squares = {}, {}, {}, {}, {}, [], []
-    for s in of.segments:
+    values: dict[str, list[tuple[str, jax.ShapeDtypeStruct]]] = {}
+    gradients: dict[str, Any] = {}
+    for name, (s, policy) in of.kinds.items():
         rows = of.params.abstract_rows(s)
+        own = LayerValues(f"layers {s}", policy) if saves_values(policy) else None
 
-        def layer(rows: Any, x: Any, tally: Any, micro: Any, first: Any, s: str = s) -> Any:
-            return of.forward(s, rows, x, tally, micro, first)
+        def layer(rows: Any, x: Any, tally: Any, micro: Any, first: Any, s: str = s, own: Any = own) -> Any:
+            return of.forward(s, rows, x, tally, micro, first, own)
 
-        def back(rows: Any, x: Any, micro: Any, dx: Any, total: Any, first: Any, before: Any, s: str = s) -> Any:
-            return of.backward(s, rows, x, micro, dx, total, first, before)
+        def back(
+            rows: Any, x: Any, saved: Any, micro: Any, dx: Any, total: Any, first: Any, before: Any, s: str = s,
+            own: Any = own,
+        ) -> Any:  # fmt: skip
+            return of.backward(s, rows, x, saved, micro, dx, total, first, before, own)
 
-        forward[s], _ = ready(layer, rows, x, tally, micro, number)
-        given = rows, x, micro, dx, total, number
-        backward[s], (grads, _) = ready(back, *given, None)
-        layer_zeros[s] = zeros(grads)
+        traced = jax.jit(layer).trace(rows, x, tally, micro, number)
+        forward[name] = traced.lower().compile(compiler_options=chosen)
+        saved = [
+            jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(everywhere.mesh, there.spec))
+            for one, there in zip(traced.out_info[2], forward[name].output_shardings[2], strict=True)
+        ]
+        values[name] = list(zip(own.names(traced.jaxpr, len(saved)), saved, strict=True)) if own is not None else []
+        given = rows, x, saved, micro, dx, total, number
+        backward[name], (grads, _) = ready(back, *given, None)
+        gradients[s] = grads
         if several:
-            backward[s], _ = ready(back, *given, grads, donate=6)
+            backward[name], _ = ready(back, *given, grads, donate=7)
+    for s, grads in gradients.items():
+        rows = of.params.abstract_rows(s)
+        layer_zeros[s] = zeros(grads)
         update[s], out = updating(s, rows, grads, [one.sharding for one in rows])
         count = sum(unit.segment == s for unit in of.params.units)
         norms += [out[3]] * count
@@ -341,6 +422,7 @@ def compiled_streamed_programs(
         x,
         squared,
         norm,
+        values,
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 PARAMETERS_ON_DISK: tuple[tuple[str, str, str], ...] = (
     (
-        "partial recomputation",
-        "the input of each layer is saved alone, and the layer is computed again",
-        'set model.remat to "full"',
+        "saved values without names",
+        "each layer saves its input and named values, and the rest is computed again",
+        'set model.remat to "full", "attention", "elementwise" or "save:VALUES" (disk.activations says where they are)',
     ),
     ("delayed fp8 scaling", "the amax history is of all layers", "choose another model.matmul_precision"),
     (

@@ -180,7 +180,8 @@ def streamed_inputs(
         return HostInputs()
     hidden = programs.hidden
     there = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=jax.NamedSharding(mesh, hidden.sharding.spec))
-    return DiskInputs(config.disk, len(of.params.units), config.accumulate, there)
+    saved = [[("hidden states", there), *programs.values[of.kind_of(unit)]] for unit in of.params.units]
+    return DiskInputs(config.disk, saved, config.accumulate)
 
 
 def _hooks(config: RunConfig, model: Functional) -> StepHooks:

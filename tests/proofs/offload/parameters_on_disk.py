@@ -38,8 +38,16 @@ MEMORY = Path("/dev/shm")
 """A file system in the host's memory."""
 
 
-def run(folder: Path, layers: int, disk: DiskConfig, kind: str = "adamw", experts: bool = False, **fields: Any) -> Any:
-    """A run whose layers are recomputed from their inputs, without gradient clipping unless ``fields`` have it."""
+def run(
+    folder: Path,
+    layers: int,
+    disk: DiskConfig,
+    kind: str = "adamw",
+    experts: bool = False,
+    remat: str = "full",
+    **fields: Any,
+) -> Any:
+    """A run whose layers are recomputed as ``remat`` says, without gradient clipping unless ``fields`` have it."""
     common = {"steps": 12, "every": 12, "mesh": "fsdp=4,context=2", "clip_norm": None}
     made = run_config(folder, **(common | fields))
     block = made.model.pattern[0]
@@ -48,7 +56,7 @@ def run(folder: Path, layers: int, disk: DiskConfig, kind: str = "adamw", expert
     return dataclasses.replace(
         made,
         model=dataclasses.replace(
-            made.model, layers=layers, pattern=pattern, remat="full", dtype=dtype, param_dtype=dtype
+            made.model, layers=layers, pattern=pattern, remat=remat, dtype=dtype, param_dtype=dtype
         ),
         routing=RoutingConfig(balance_loss=0.1, z_loss=0.01) if experts else RoutingConfig(),
         optim=OptimConfig(made.optim.schedule, kind=kind, clip_norm=made.optim.clip_norm),
@@ -56,11 +64,22 @@ def run(folder: Path, layers: int, disk: DiskConfig, kind: str = "adamw", expert
     )
 
 
+def drawn_policy(rng: random.Random, layers: int) -> str:
+    """What layers save beside their inputs: nothing, or named values, of all layers or of some."""
+    policy = rng.choice(["full", "attention", "elementwise", "save:attention", "save:qkv+residual"])
+    if layers == 1 or rng.random() < 0.5:
+        return policy
+    count = rng.randint(1, layers - 1)
+    runs = [f"{policy}={count}", f"full={layers - count}"]
+    return policy if policy == "full" else ",".join(rng.sample(runs, 2))
+
+
 @proof("offload", count=24, sample=1, float64=True, bound={"curve": 1e-10, "parameters": 1e-10, "heldout": 1e-10})
 def streamed_layers_are_resident(seed: int) -> dict[str, float]:
-    """Drawn layers, windows, micro-batches, optimizers, meshes, with and without experts and their losses, and with and
-    without gradient clipping: losses, gradient norms, parameters and held-out loss of twelve steps with everything in
-    memory. Not to the bit: the program of one layer adds in another order than that of all layers."""
+    """Drawn layers, windows, micro-batches, optimizers, meshes, saved values, with and without experts and their
+    losses, and with and without gradient clipping: losses, gradient norms, parameters and held-out loss of twelve steps
+    with everything in memory. Not to the bit: the program of one layer adds in another order than that of all
+    layers."""
     rng = random.Random(seed)
     layers, window, experts = rng.randint(1, 7), rng.randint(2, 5), seed % 3 == 0
     fields: dict[str, Any] = {"clip_norm": rng.choice([None, 0.5])}
@@ -69,7 +88,7 @@ def streamed_layers_are_resident(seed: int) -> dict[str, float]:
     if experts:
         meshes = ["fsdp=4,context=2", "expert=2,fsdp=4", "expert=2,fsdp=2,tensor=2", "expert=4,data=2"]
         fields["batch_size"] = 16
-    fields["mesh"] = rng.choice(meshes)
+    fields |= {"mesh": rng.choice(meshes), "remat": drawn_policy(rng, layers)}
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         plain = train(run(here, layers, DiskConfig(), experts=experts, out=here / "plain", **fields))
@@ -89,19 +108,19 @@ def streamed_layers_are_resident(seed: int) -> dict[str, float]:
 
 
 @functools.cache
-def streamed(layers: int, clip_norm: float | None) -> tuple[dict[str, str], list[Any]]:
+def streamed(layers: int, clip_norm: float | None, remat: str = "full") -> tuple[dict[str, str], list[Any]]:
     """Leaves and losses of a streamed run with a window of two layers."""
     with tempfile.TemporaryDirectory() as folder:
         disk = DiskConfig(str(Path(folder) / "files"), window=2, parameters=True)
-        done = train(run(Path(folder), layers, disk, clip_norm=clip_norm))
+        done = train(run(Path(folder), layers, disk, clip_norm=clip_norm, remat=remat))
         return hashes(done.directory), losses(done.directory)
 
 
 @proof("offload", count=12, sample=1)
 def windows_change_no_bit(seed: int) -> None:
-    """Drawn windows, saves, steps between saves, files on a disk or in the host's memory, inputs of all layers, of
-    some, of as many as the passes hide or of none in files: parameters, moments and losses of twelve steps are those of
-    a window of two layers."""
+    """Drawn windows, saves, steps between saves, saved values, files on a disk or in the host's memory, inputs of all
+    layers, of some, of as many as the passes hide or of none in files: parameters, moments and losses of twelve steps
+    are those of a window of two layers that saves the same values."""
     rng = random.Random(seed)
     layers, window = rng.choice([1, 3, 6]), rng.randint(2, 8)
     with (
@@ -116,8 +135,9 @@ def windows_change_no_bit(seed: int) -> None:
         disk = DiskConfig(files, window=window, parameters=True, **inputs)
         saving = rng.choice(["lazy", "eager", "blocking"])
         every, clip_norm = rng.randint(1, 12), rng.choice([None, 0.5])
-        done = train(run(Path(folder), layers, disk, every=every, saving=saving, clip_norm=clip_norm))
-        assert (hashes(done.directory), losses(done.directory)) == streamed(layers, clip_norm)
+        remat = drawn_policy(rng, layers)
+        done = train(run(Path(folder), layers, disk, every=every, saving=saving, clip_norm=clip_norm, remat=remat))
+        assert (hashes(done.directory), losses(done.directory)) == streamed(layers, clip_norm, remat)
 
 
 def start(out: Path, log: Path) -> Any:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxllm.models.remat import VALUES, parse, save_policy
+from jaxllm.models.remat import VALUES, save_policy
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.train import RunConfig
 from jaxllm.train.combinations import refused
@@ -44,6 +44,8 @@ OF_STAGES = ("none", "elementwise", "full")
 MOVED = ("offload", "offload:0.25", "offload:0.5")
 STATES = ("device", "device", "host", "disk")
 STEPS = 2
+OPTIONS = quick.OPTIONS | ({"xla_cpu_parallel_codegen_split_count": 1} if jax.__version_info__ < (0, 12) else {})
+"""A CPU program is compiled as one part: in several, XLA rounds an instruction by what is compiled beside it."""
 
 
 class DrawnPlan(NamedTuple):
@@ -73,20 +75,20 @@ class DrawnPlan(NamedTuple):
         )
 
     @property
-    def recomputes(self) -> bool:
-        """Whether any layer computes something again."""
-        return any(policy != "none" for policy, _ in parse(self.remat))
-
-    @property
     def allowed(self) -> bool:
         """Whether the table of combinations has nothing against it."""
         return not refused(self.run(), dict(MeshSpec.parse(self.mesh).axes), "cpu")
 
 
+def own_values(family: str) -> list[str]:
+    """Values of a family's block that policies may keep."""
+    block = tiny.decoder(**FAMILIES[family]).pattern[0]
+    return [one.name for one in block.matmul_values(16) if one.name in VALUES]
+
+
 def placed(family: str) -> st.SearchStrategy[str]:
     """Policies that keep some of a family's values on the device, and some on the host."""
-    block = tiny.decoder(**FAMILIES[family]).pattern[0]
-    own = [one.name for one in block.matmul_values(16) if one.name in VALUES]
+    own = own_values(family)
 
     def policy(places: Sequence[str]) -> str:
         named = list(zip([*own, "input"], places, strict=True))
@@ -125,7 +127,7 @@ def loss_and_grads(plan: DrawnPlan) -> tuple[float, Any]:
     run = plan.run()
     model, _, mesh, abstract, _ = parts_of(run)
     with jax.set_mesh(mesh):
-        take = quick.jit(build_value_and_grad(run, model, mesh))
+        take = jax.jit(build_value_and_grad(run, model, mesh), compiler_options=OPTIONS)
         params = jax.device_put(quick.params(run.model, plan.seed), shardings_of(abstract.params))
         there = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
         sums, grads = take(params, jax.device_put(batch_at(plan.seed), there))
@@ -147,11 +149,11 @@ def stepped(plan: DrawnPlan) -> tuple[Any, list[Any]]:
                 abstract = dataclasses.replace(abstract, opt_state=files.leaves())
                 programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, files)
                 given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), batches[0])
-                step = DiskStep(
-                    compiled_programs(lowered_programs(programs, abstract, given, files), quick.OPTIONS), files
-                )
+                step = DiskStep(compiled_programs(lowered_programs(programs, abstract, given, files), OPTIONS), files)
             else:
-                step = quick.jit(step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))
+                step = jax.jit(
+                    step, donate_argnums=0, out_shardings=(shardings_of(abstract), None), compiler_options=OPTIONS
+                )
             state = init_run_state(run, model, transform, mesh, abstract, params, files)
             for batch in batches:
                 state, _ = step(state, batch)
@@ -203,17 +205,11 @@ def of_one_device(family: str, seed: int) -> tuple[float, Any]:
 )
 def plans_are_one_device(plan: DrawnPlan) -> dict[str, float]:
     """Loss and gradients under a drawn plan, against those of one device that keeps everything. Where the optimizer
-    state is on the host or on disk, also parameters and state after two steps; with the state on the host, where
-    nothing is recomputed, these are to the bit those of the same plan with its state on the device. With it on disk
-    gradients are a program of their own, stages that move activations divide loops over layers, and rings over
-    ``context`` are compiled into other loops beside such a state: the compiler rounds these differently, within 1e-10.
+    state is on the host or on disk, also parameters and state after two steps; bits: ``moved_plans_are_bitwise``.
     """
     (loss, grads), (want, wanted) = loss_and_grads(plan), of_one_device(plan.family, plan.seed)
     if plan.state != "device":
         found = stepped(plan)
         error = tiny.leaf_error(list(found), list(stepped_on_one_device(plan.family, plan.seed)))
         assert error <= 1e-10, f"parameters and state after {STEPS} steps differ by {error:.3g}"
-        if plan.state == "host" and not plan.recomputes and "context" not in plan.mesh:
-            differ = differing(found, stepped(plan._replace(state="device")))
-            assert not differ, f"{differ} arrays of parameters and state differ in a bit"
     return {"loss": abs(loss / want - 1), "grads": tiny.leaf_error(grads, wanted)}

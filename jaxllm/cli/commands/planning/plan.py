@@ -261,7 +261,16 @@ def _compiled(
         if number is not None and number <= len(layouts) and layouts[number - 1].run.disk.directory:
             page.write_text(tier_page(layouts[number - 1], cluster))
             print(f"\nwritten: {page}")
-    if cluster.hardware.like != cluster.hardware.name:
+    compiles = cluster.hardware.like == cluster.hardware.name
+    for number, page in pages.items():
+        chosen = None if number is None or number > len(layouts) else layouts[number - 1].run
+        away = chosen is not None and chosen.host.optimizer and cluster.topology.platform == "gpu"
+        if chosen is not None and not chosen.disk.directory and (not compiles or away):
+            needs = (
+                "a GPU, whose host has its optimizer state" if compiles else f"a compiler for {cluster.hardware.name}"
+            )
+            raise UsageError(f"--html {page} is of the compiled program of layout {number}, which needs {needs}.")
+    if not compiles:
         print(f"\nnot compiled: no compiler for {cluster.hardware.name} is available")
         return []
     out: list[CompiledLayout | CompiledPrograms | str] = []
