@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import types
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from jaxllm.infer import AsyncEngine, Engine
 from jaxllm.infer.embedder import Embedder
 from jaxllm.infer.streaming import weight_file
+from jaxllm.infer.streaming.blocks import pool_store
 from jaxllm.infer.streaming.blocks.cache_placement import CachePlacement
 from jaxllm.infer.streaming.streamed_runner import StreamedRunner
 from jaxllm.infer.streaming.streamed_weights import WeightPlacement
@@ -61,12 +63,13 @@ def device_is_full(patch: pytest.MonkeyPatch, engine: Engine, folder: Path) -> N
 
 def cache_is_not_read(patch: pytest.MonkeyPatch, engine: Engine, folder: Path) -> None:
     """Reads of the KV cache's files end with an error of the device."""
-    patch.setattr(os, "preadv", fails(errno.EIO))
+    # Of these files alone: those of layers are read by the same call.
+    patch.setattr(pool_store, "os", types.SimpleNamespace(**vars(os) | {"preadv": fails(errno.EIO)}))
 
 
 def cache_is_not_written(patch: pytest.MonkeyPatch, engine: Engine, folder: Path) -> None:
     """Writes to the KV cache's files find the disk full."""
-    patch.setattr(os, "pwrite", fails(errno.ENOSPC))
+    patch.setattr(pool_store, "os", types.SimpleNamespace(**vars(os) | {"pwrite": fails(errno.ENOSPC)}))
 
 
 @pytest.mark.drawn(3)
