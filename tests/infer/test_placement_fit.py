@@ -153,6 +153,7 @@ def test_requests_and_rates_are_read(tmp_path, capsys):
         ("fit,prompt=0", "number of tokens"),
         ("fit,device=much", "no part"),
         ("fit,rates=", "no part"),
+        ("fit,experts=2,ahead=none", "leave it out"),
     ):
         with pytest.raises(ValueError, match=said):
             FitRequest.parse(text)

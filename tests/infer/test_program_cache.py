@@ -144,7 +144,7 @@ def test_a_program_is_kept_by_what_it_depends_on_besides_its_arguments(tmp_path)
     assert make(tmp_path)[1].counts.loaded == 1
 
 
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", [pytest.param(False, marks=pytest.mark.drawn(0.3)), True])
 def test_formats_whose_arrays_are_alike_do_not_share_programs(streamed, tmp_path):
     """Three-bit integers and three-bit tables have arrays of the same shapes, and other programs."""
     model, plain = functional(engines.model_of("llama", "float32")), engines.params_of("llama", "float32")

@@ -73,7 +73,7 @@ class FitRequest:
             name, _, value = part.partition("=")
             if name in ("rates", "length", "prompt", "formats") and value and name not in own:
                 own[name] = value
-            elif name in ("evict", "absent", "slices", "active"):
+            elif name in ("evict", "ahead", "absent", "slices", "active"):
                 raise ValueError(
                     f"{part!r}: fit places layers, and experts in slots which load them; leave it out, or give a "
                     "budget."
