@@ -127,7 +127,7 @@ def kept() -> int:
         return sum(row.get("disk_kept_bytes", 0) for row in RunDirectory(out / "tiny").read_metrics())
 
 
-@proof("offload", count=30, sample=1)
+@proof("offload", count=100, sample=1)
 def kills_with_kept_chunks(seed: int) -> None:
     """One or two SIGKILLs at random: the run ends with the bits of a streamed one without chunks that is not killed;
     chunks did stay in memory."""

@@ -180,7 +180,7 @@ def killed(seed: int, start: Callable[[Path, Path], Any]) -> None:
     assert len(expected[0]) == STEPS
 
 
-@proof("offload", count=50, sample=1)
+@proof("offload", count=100, sample=1)
 def kills_with_parameters_on_disk(seed: int) -> None:
     """One or two SIGKILLs at random: no file of the tier is left, every checkpoint is whole, and the run ends with the
     bits of one that is not killed."""
