@@ -172,16 +172,34 @@ def _published(model: ModelBytes, request: FitRequest) -> TierRates:
     )  # fmt: skip
 
 
+def _make_writable(directory: Path, option: str) -> None:
+    """Makes a directory, unless it is there, and refuses one where no file can be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UsageError(f"{option}: no file can be made in {directory} ({error}); give another directory.") from error
+
+
 def bench_tiers(
     model: str, file: Path, dtype: str | None, weights: str, batches: tuple[int, ...], prompt: int, disk: Path | None
 ) -> int:
-    """Measures a model's tiers, prints them and writes them to a file."""
+    """Measures a model's tiers, prints them and writes them to a file.
+
+    Raises:
+        UsageError: the file or the directory on the disk cannot be written; before anything is measured.
+    """
     from jaxllm.convert.source_layers import open_layers
     from jaxllm.infer.streaming.tier_benchmark import measure_tiers
 
+    disk = disk or Path(tempfile.gettempdir())
+    _make_writable(disk, f"--tiers-disk {disk}")
+    _make_writable(file.parent, f"--tiers {file}")
+    if file.is_dir():
+        raise UsageError(f"--tiers {file} is a directory; give the path of a file.")
     loaded, layers = open_layers(model, dtype=dtype, weights=weights)
     rates = measure_tiers(
-        loaded, layers, disk or Path(tempfile.gettempdir()), batches=batches, prompt=prompt,
+        loaded, layers, disk, batches=batches, prompt=prompt,
         tell=lambda what: print(f"measuring {what}", file=sys.stderr, flush=True),
     )  # fmt: skip
     rates.write(file)

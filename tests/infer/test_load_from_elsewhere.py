@@ -16,6 +16,7 @@ from jaxllm import cli
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, find_model
 from jaxllm.infer import LLM, Chat, EngineConfig, ModelNotFoundError, SamplingParams, load_model, single_user_config
+from jaxllm.infer.streaming import tier_benchmark
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.tier_rates import TierRates
 from jaxllm.text import ByteTokenizer
@@ -85,6 +86,22 @@ def test_a_streamed_model_writes_the_same(tmp_path: Path, capsys: pytest.Capture
     assert "leave --mesh out" in capsys.readouterr().err
 
 
+def test_a_measurement_has_somewhere_to_go_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory to measure and the directory of the result are made; one that cannot be is refused at once."""
+    monkeypatch.setattr(tier_benchmark, "measure_tiers", lambda *_, **__: pytest.fail("measured in vain"))
+    file = tmp_path / "file"
+    file.write_text("")
+    command = ["bench", save(tmp_path / "model", intermediate_size=32), "--tiers"]
+    assert cli.main([*command, str(tmp_path / "rates.json"), "--tiers-disk", str(file)]) == 2
+    assert "--tiers-disk" in (said := capsys.readouterr().err)
+    assert str(file) in said
+    for nowhere in (file / "rates.json", tmp_path):
+        assert cli.main([*command, str(nowhere)]) == 2
+        assert f"--tiers {nowhere}" in capsys.readouterr().err
+
+
 MIXTURE = {
     "model_type": "qwen3_moe", "head_dim": 4, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
@@ -94,8 +111,8 @@ MIXTURE = {
 @pytest.mark.drawn(0.5)
 def test_a_mixture_is_placed_with_its_experts_in_slots(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Measured, solved, written: where whole layers would wait for the host, experts get slots; the text stays."""
-    model, rates = save(tmp_path / "model", **MIXTURE), tmp_path / "rates.json"
-    whole = ("--tiers-disk", str(tmp_path), "--batches", "1", "2", "--prompt", "4")
+    model, rates = save(tmp_path / "model", **MIXTURE), tmp_path / "measured" / "rates.json"
+    whole = ("--tiers-disk", str(tmp_path / "disk" / "here"), "--batches", "1", "2", "--prompt", "4")
     assert cli.main(["bench", model, "--tiers", str(rates), *whole]) == 0
     assert "25% files" in capsys.readouterr().out
     measured = TierRates.read(rates)
