@@ -10,13 +10,17 @@ import dataclasses
 import inspect
 import re
 import shutil
+import tempfile
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+
+from jaxllm.cli.errors import UsageError
 
 
 def parse_command(function: Callable[..., Any], argv: Sequence[str], prog: str) -> Any:
@@ -28,6 +32,40 @@ def parse_subcommands(functions: dict[str, Callable[..., Any]], argv: Sequence[s
     """Calls the function that the first argument names with the others, and returns what it returns."""
     named = {name: with_readable_help(function) for name, function in functions.items()}
     return tyro.extras.subcommand_cli_from_dict(named, args=argv, prog=prog, description=about)
+
+
+def check_outputs(**files: Path | None) -> None:
+    """Makes the directories of files that a command writes at its end, before it begins its work.
+
+    Args:
+        **files: path of each by the name of its option; None: it is not given.
+
+    Raises:
+        UsageError: one cannot be written.
+    """
+    for name, file in files.items():
+        if file is not None:
+            option = f"--{name.replace('_', '-')} {file}"
+            if file.is_dir():
+                raise UsageError(f"{option} is a directory; give the path of a file.")
+            make_writable(file.parent, option)
+
+
+def make_writable(directory: Path, option: str) -> None:
+    """Makes a directory, unless it is there.
+
+    Args:
+        directory: to write files in.
+        option: that named it, for the error.
+
+    Raises:
+        UsageError: no file can be made there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UsageError(f"{option}: no file can be made in {directory} ({error}); give another path.") from error
 
 
 def with_readable_help(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxllm.cli.command_parser import check_outputs, make_writable
 from jaxllm.cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -172,15 +173,6 @@ def _published(model: ModelBytes, request: FitRequest) -> TierRates:
     )  # fmt: skip
 
 
-def _make_writable(directory: Path, option: str) -> None:
-    """Makes a directory, unless it is there, and refuses one where no file can be made."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise UsageError(f"{option}: no file can be made in {directory} ({error}); give another directory.") from error
-
-
 def bench_tiers(
     model: str, file: Path, dtype: str | None, weights: str, batches: tuple[int, ...], prompt: int, disk: Path | None
 ) -> int:
@@ -193,10 +185,8 @@ def bench_tiers(
     from jaxllm.infer.streaming.tier_benchmark import measure_tiers
 
     disk = disk or Path(tempfile.gettempdir())
-    _make_writable(disk, f"--tiers-disk {disk}")
-    _make_writable(file.parent, f"--tiers {file}")
-    if file.is_dir():
-        raise UsageError(f"--tiers {file} is a directory; give the path of a file.")
+    make_writable(disk, f"--tiers-disk {disk}")
+    check_outputs(tiers=file)
     loaded, layers = open_layers(model, dtype=dtype, weights=weights)
     rates = measure_tiers(
         loaded, layers, disk, batches=batches, prompt=prompt,

@@ -16,7 +16,6 @@ from jaxllm import cli
 from jaxllm.files import DataError
 from jaxllm.hub import HubError, HubModel, decoder_config, export_hf, find_model
 from jaxllm.infer import LLM, Chat, EngineConfig, ModelNotFoundError, SamplingParams, load_model, single_user_config
-from jaxllm.infer.streaming import tier_benchmark
 from jaxllm.infer.streaming.offload_budget import OffloadBudget
 from jaxllm.infer.streaming.tier_rates import TierRates
 from jaxllm.text import ByteTokenizer
@@ -84,22 +83,6 @@ def test_a_streamed_model_writes_the_same(tmp_path: Path, capsys: pytest.Capture
         assert "--offload" in capsys.readouterr().err
     assert cli.main([*command, "--offload", "window=2,experts=1", "--mesh", "tensor=8"]) == 2
     assert "leave --mesh out" in capsys.readouterr().err
-
-
-def test_a_measurement_has_somewhere_to_go_before_it_begins(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A directory to measure and the directory of the result are made; one that cannot be is refused at once."""
-    monkeypatch.setattr(tier_benchmark, "measure_tiers", lambda *_, **__: pytest.fail("measured in vain"))
-    file = tmp_path / "file"
-    file.write_text("")
-    command = ["bench", save(tmp_path / "model", intermediate_size=32), "--tiers"]
-    assert cli.main([*command, str(tmp_path / "rates.json"), "--tiers-disk", str(file)]) == 2
-    assert "--tiers-disk" in (said := capsys.readouterr().err)
-    assert str(file) in said
-    for nowhere in (file / "rates.json", tmp_path):
-        assert cli.main([*command, str(nowhere)]) == 2
-        assert f"--tiers {nowhere}" in capsys.readouterr().err
 
 
 MIXTURE = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.model_loading import check_kv_cache, check_offload, check_speculation, load_with_progress
 from jaxllm.cli.runtime import processes, use_compilation_cache
@@ -103,6 +103,7 @@ def bench_model(argv: list[str]) -> int:
             }  # fmt: skip
             if given := [name for name, value in others.items() if value is not None]:
                 raise UsageError(f"--record measures plain steps; leave {', '.join(given)} out.")
+            check_outputs(record=record)
             loaded = load_with_progress(model, dtype, layers, weights=weights)
             return record_engine(loaded, model, record, max(batches), prompt, tokens, kv_format, rounds)
         if offload is not None and (tiers is not None or layers != "stacked"):
@@ -202,6 +203,7 @@ def bench_serve(argv: list[str]) -> int:
             raise UsageError("give one of --clients, --rate and --trace.")
         if min(requests, prompt, tokens, clients or 1) < 1 or (rate is not None and not rate > 0):
             raise UsageError("give --requests, --prompt, --tokens and --clients of 1 or more, and --rate above 0.")
+        check_outputs(json=json)
         load_requests = (
             load_benchmark.read_trace(trace)
             if trace
@@ -250,6 +252,7 @@ def bench_links(argv: list[str]) -> int:
         from jaxllm.cli.memory_budget import size_of
 
         nbytes = size_of("--message", message)
+        check_outputs(out=out)
         with processes(advice="Start the measurement again.") as group:
             import jax
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 
 
@@ -106,6 +106,7 @@ def tune_matmul(argv: list[str]) -> int:
             raise UsageError(
                 "give --samples of 40 or more, so that some shapes can be held out, and --trials of 1 or more."
             )
+        check_outputs(save=save)
         measured = [matmul_cost.measure_matmul(*case) for case in matmul_cost.sample_cases(samples, seed)]
         error = matmul_cost.held_out(measured)
         print(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_budget import MemoryBudget, budget_of, measured_for, within_budget
 from jaxllm.cli.memory_overflow import memory_overflow
@@ -65,6 +65,7 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
+        check_outputs(save=save, html=html)
         if estimate:
             return _print_estimate(config, topology, [save, html, within, host], anyway)
         if host is not None and within is None:

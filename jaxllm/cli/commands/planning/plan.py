@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_budget import disk_of, size_of
 from jaxllm.cli.memory_overflow import memory_overflow
@@ -116,6 +116,7 @@ def plan(argv: list[str]) -> int:
             raise UsageError(f"--top {top} --explain {explain}: give --top of 1 or more, and --explain within it.")
         if html is not None and (explain is None or not compile):
             raise UsageError(f"--html {html} is of a layout's compiled program: give --explain N, and compile.")
+        check_outputs(save=save, json=json, html=html)
         known = table.TABLE if hardware is None else table.read(hardware)
         if on.endswith(".toml"):
             from jaxllm.cli.commands.planning.plan_unequal import plan_unequal

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.memory_budget import size_of
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
@@ -65,6 +65,7 @@ def plan_capacity(argv: list[str]) -> int:
 
         if explain is not None and not 1 <= explain <= len(PLACEMENTS):
             raise UsageError(f"--explain {explain}: give the number of a place, 1 to {len(PLACEMENTS)}.")
+        check_outputs(json=json)
         cluster = Cluster.parse(on, table.TABLE if hardware is None else table.read(hardware))
         device = size_of("--within", within) if within else memory_limit(cluster)
         available = TierBytes(device, size_of("--host", host) if host else 0, size_of("--disk", disk) if disk else 0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.serving_arguments import hardware_table, platforms_of, served_model
 
@@ -89,6 +89,7 @@ def plan_serving(argv: list[str]) -> int:
 
         if pools and (mla != "exact" or kv_span):
             raise UsageError("--pools does not go with --mla tpla or --kv-span, as when serving: leave one out.")
+        check_outputs(json=json)
         config, _ = served_model(model)
         clusters = platforms_of(on, hardware_table(hardware, price))
         objective = ServiceObjective.parse(slo)

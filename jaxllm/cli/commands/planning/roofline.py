@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.recipe_arguments import configure, find_recipe, split_settings
 
 VALUES = ("--on", "--phase", "--batch", "--seq", "--weights", "--kv-dtype", "--hardware", "--save", "--html")
@@ -57,6 +57,7 @@ def roofline(argv: list[str]) -> int:
 
         if html is not None and phase == "all":
             raise UsageError("--html shows one phase: give --phase training, prefill or decode.")
+        check_outputs(save=save, html=html)
         config = configure(find_recipe(recipe), settings, prog=f"jaxllm roofline {recipe}")
         table = known.TABLE if hardware is None else known.read(hardware)
         cluster = known.Cluster.parse(on, table)

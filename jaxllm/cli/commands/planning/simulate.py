@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jaxllm.cli.command_parser import parse_command
+from jaxllm.cli.command_parser import check_outputs, parse_command
 from jaxllm.cli.errors import UsageError
 from jaxllm.cli.serving_arguments import cluster_of, hardware_table, served_model, with_pools
 
@@ -123,6 +123,7 @@ def simulate(argv: list[str]) -> int:
         from jaxllm.simulate.steady_state import mixing_penalty
         from sharding import MeshSpec
 
+        check_outputs(html=html, json=json)
         config, longest = served_model(model)
         cluster = cluster_of(on, hardware_table(hardware, price))
         objective = ServiceObjective.parse(slo)
