@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxllm.cli.errors import UsageError
 
 if TYPE_CHECKING:
     from jaxllm.infer import EngineConfig, LoadedModel
     from jaxllm.infer.pools.decode_listener import DecodeListener
+    from jaxllm.infer.pools.decode_process import DecodeProcess
     from jaxllm.infer.start_progress import Listener
 
 Disaggregation = Literal["none", "prefill", "decode"]
@@ -88,8 +92,9 @@ def run_decode_process(
     programs: Path | None = None,
     trust_programs: bool = False,
     progress: Listener | None = None,
+    grace_seconds: float,
 ) -> None:
-    """Runs a decode process until it is ended.
+    """Runs a decode process until it is told to end by SIGTERM or SIGINT, and its completions have ended.
 
     Args:
         load: loads the model.
@@ -98,6 +103,7 @@ def run_decode_process(
         secret: file of the secret.
         programs, trust_programs: see ``LLM``.
         progress: see ``LLM``.
+        grace_seconds: see ``leaves_on_signals``.
 
     Raises:
         UsageError: see ``read_secret``.
@@ -113,4 +119,37 @@ def run_decode_process(
     )  # fmt: skip
     del loaded
     print(f"ready: a decode engine, for the prefill process at {bootstrap}", file=sys.stderr, flush=True)
-    process.serve(bootstrap, known, lambda line: print(line, file=sys.stderr, flush=True))
+    with leaves_on_signals(process, grace_seconds):
+        process.serve(bootstrap, known, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+@contextlib.contextmanager
+def leaves_on_signals(process: DecodeProcess, grace_seconds: float) -> Iterator[None]:
+    """SIGTERM and SIGINT let a decode process leave; the second one ends it as it would have without this.
+
+    Args:
+        process: takes no more sequences after the first signal.
+        grace_seconds: time that its completions have to end then.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def leave() -> None:
+        process.leave()
+        ended.wait(grace_seconds)
+        process.stop()
+
+    def told(number: int, frame: Any) -> None:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        # Not here: this thread may be sending a message just now, and a second one would wait for it for ever.
+        threading.Thread(target=leave, name="jaxllm-decode-leaving", daemon=True).start()
+
+    ended = threading.Event()
+    for number in before:
+        signal.signal(number, told)
+    try:
+        yield
+    finally:
+        ended.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)

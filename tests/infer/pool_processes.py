@@ -18,6 +18,7 @@ import jax
 import pytest
 
 import tests.environment  # noqa: F401
+from jaxllm.cli.disaggregation_arguments import leaves_on_signals
 from jaxllm.infer import Engine, EngineConfig
 from jaxllm.infer.pools.decode_listener import DecodeListener
 from jaxllm.infer.pools.decode_process import DecodeProcess
@@ -59,6 +60,7 @@ def address_of(listener: DecodeListener) -> str:
 def in_thread(process: DecodeProcess, listener: DecodeListener) -> Iterator[threading.Thread]:
     """Serves in a thread while the context is open."""
     process._stopped.clear()
+    process._leaving.clear()
     thread = threading.Thread(target=process.serve, args=[address_of(listener), SECRET.encode()], daemon=True)
     thread.start()
     try:
@@ -84,7 +86,8 @@ def main(address: str, secret: str, way: str, model: str, pools: str, kv_dtype: 
     from tests.infer import engines
 
     process = decoding(dataclasses.replace(engines.ENGINES[way], pools=pools, kv_dtype=kv_dtype), model)
-    process.serve(address, secret.encode(), lambda line: print(line, flush=True))
+    with leaves_on_signals(process, 60.0):
+        process.serve(address, secret.encode(), lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

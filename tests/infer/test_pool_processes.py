@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import re
 import signal
 import socket
@@ -255,6 +256,64 @@ def test_requests_wait_for_a_process_for_some_time_alone(float64):
         assert not engine.busy
 
 
+@pytest.mark.drawn(1)
+def test_a_leaving_engine_ends_what_it_has(float64, caplog: pytest.LogCaptureFixture):
+    """Its completions run to their end, others wait for the next process, and the place is free at once."""
+    prompt, other = list(range(1, 13)), [7, 7, 7, 7, 7, 7]
+    want = [engines.serve(colocated(), asked(one, tokens=30))[0] for one in (prompt, other)]
+    caplog.set_level(logging.INFO, "jaxllm.infer.pools")
+    with apart() as (engine, listener, _):
+        assert engine.pools is not None
+        first = submit(engine, prompt)
+        run_until(engine, lambda: len(first.sequences[0].tokens) >= len(prompt) + 6)
+        decode_engine().leave()
+        (decode,) = engine.runner.decode  # type: ignore[union-attr]
+        run_until(engine, lambda: decode.session.leaving)
+        second = submit(engine, other)
+        run_until(engine, lambda: first.sequences[0].finish)
+        equal([first], want[:1])
+        assert second.sequences[0].finish is None
+        assert engine.pools.prefill[0].handed_over == [second.sequences[0]]
+        run_until(engine, lambda: decode.session is None)
+        assert engine.pools.connected == 0
+        assert "has let go of the process at 127.0.0.1:" in caplog.text
+        with pool_processes.in_thread(decode_engine(), listener):
+            run_until(engine, lambda: second.sequences[0].finish)
+        equal([second], want[1:])
+        assert all(pages.available == pages.count for pages in engine.pools.pages)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_an_engine_without_requests_leaves_at_once(float64, used: bool):
+    """Nobody calls ``step`` then; as soon as there is nothing to do, the process is known to have nothing."""
+    listener = pool_processes.listening()
+    with pool_processes.in_thread(decode_engine(), listener) as thread:
+        engine = pool_processes.prefilling(CONFIG, MODEL, listener)
+        if used:
+            request = submit(engine, [1, 2, 3], 4)
+            run_until(engine, lambda: request.sequences[0].finish)
+        while engine.busy:
+            engine.step()
+        decode_engine().leave()
+        thread.join(30)
+        assert not thread.is_alive()
+        engine.close()
+
+
+def test_a_spare_process_may_leave(float64):
+    """One that waits for an engine's place goes, and the next request does not get it."""
+    listener = pool_processes.listening()
+    listener.expect(decode_engine()._facts)
+    with pool_processes.in_thread(decode_engine(), listener) as thread:
+        while not listener.waiting:
+            time.sleep(0.01)
+        decode_engine().leave()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert listener.take() is None
+    listener.close()
+
+
 def test_a_program_that_fails_is_told(float64, monkeypatch):
     """The decode process ends with the error, and the prefill process's requests say it."""
     process, failed = decode_engine(), list[BaseException]()
@@ -267,6 +326,7 @@ def test_a_program_that_fails_is_told(float64, monkeypatch):
             failed.append(error)
 
     process._stopped.clear()
+    process._leaving.clear()
     thread = threading.Thread(target=serving)
     thread.start()
     engine = pool_processes.prefilling(CONFIG, MODEL, listener)
@@ -339,6 +399,29 @@ def test_a_killed_process_is_replaced(float64, rng):
         for process in processes:
             process.kill()
             process.communicate()
+
+
+@pytest.mark.drawn(0.5)
+def test_a_process_that_is_told_to_end_ends_its_requests(float64, rng):
+    """SIGTERM while it decodes: the completion is whole, and the exit status 0."""
+    prompt = rng.integers(0, engines.VOCAB, 11).tolist()
+    want = engines.serve(colocated(), asked(prompt, tokens=40))
+    listener = pool_processes.listening()
+    process = pool_processes.started(listener, WAY, MODEL, CONFIG)
+    try:
+        engine = pool_processes.prefilling(CONFIG, MODEL, listener)
+        request = submit(engine, prompt, 40)
+        run_until(engine, lambda: len(request.sequences[0].tokens) > 14)
+        process.send_signal(signal.SIGTERM)
+        run_until(engine, lambda: request.sequences[0].finish)
+        equal([request], want)
+        while engine.busy:
+            engine.step()
+        assert process.wait(60) == 0
+        engine.close()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 # Command line

@@ -144,7 +144,7 @@ def serve(argv: list[str]) -> int:
                 disconnected first to make room.
             header_seconds: time in which the headers of a request must arrive.
             request_seconds: maximum duration of a request; unlimited by default.
-            grace_seconds: time that running requests have to end after SIGTERM.
+            grace_seconds: time that running requests have to end after SIGTERM; of a decode process too.
             log_prompts: write prompts to the log too.
             metrics_names: vllm: /metrics also has vLLM's names, for dashboards and gateways that read those.
             otlp_traces_endpoint: URL that OpenTelemetry traces are sent to (OTLP over HTTP), such as
@@ -341,7 +341,7 @@ def serve(argv: list[str]) -> int:
             assert disaggregation_secret is not None
             run_decode_process(
                 load_weights, sizes, disaggregation_bootstrap, disaggregation_secret,
-                programs=programs_there(), trust_programs=trust_programs, progress=start,
+                programs=programs_there(), trust_programs=trust_programs, progress=start, grace_seconds=grace_seconds,
             )  # fmt: skip
             return 0
         decode_listener = listen_for_decode(disaggregation_mode, disaggregation_bootstrap, disaggregation_secret)

@@ -54,6 +54,19 @@ class DecodeEngine(Protocol):
         ...
 
     @property
+    def resting(self) -> bool:
+        """Whether the engine has had no sequence since ``rest``; one of this process need not be told."""
+        ...
+
+    def enter(self) -> bool:
+        """Whether the engine takes another sequence; it has one then, until ``rest``."""
+        ...
+
+    def rest(self) -> None:
+        """Says that the engine has no sequence and no step in flight."""
+        ...
+
+    @property
     def program_cache(self) -> ProgramCache | None:
         """Cache of its compiled programs; None in another process."""
         ...

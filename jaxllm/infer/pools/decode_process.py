@@ -29,6 +29,7 @@ from jaxllm.infer.pools.pool_argument import PoolSizes
 from jaxllm.infer.pools.pool_facts import pool_facts
 from jaxllm.infer.pools.pool_link import PoolLink, PoolLinkError, PoolMessage, connect, parse_address
 from jaxllm.infer.pools.pooled_runner import check_pools
+from jaxllm.infer.pools.remote_engine import LEAVING
 from jaxllm.infer.runner.paged_cache import with_whole_tiles
 from jaxllm.infer.start_progress import Listener
 from jaxllm.models import Functional
@@ -54,6 +55,7 @@ class DecodeProcess:
     def __init__(self, runner: PhaseRunner, facts: dict[str, Any]):
         self.runner, self._facts = runner, facts
         self._stopped, self._links = threading.Event(), list[PoolLink]()
+        self._leaving = threading.Event()
 
     @classmethod
     def of(
@@ -93,7 +95,7 @@ class DecodeProcess:
         return cls(runner, pool_facts(model, params, config, runner))
 
     def serve(self, address: str, secret: bytes, told: Callable[[str], None] = lambda _: None) -> None:
-        """Connects to the prefill process and does what it says, again and again, until ``stop``.
+        """Connects to the prefill process and does what it says, again and again, until ``stop`` or ``leave``.
 
         Args:
             address: where the prefill process listens, such as "10.0.0.1:8998".
@@ -105,7 +107,7 @@ class DecodeProcess:
             Exception: a program has failed; the prefill process has been told.
         """
         where = parse_address(address)
-        while not self._stopped.is_set():
+        while not (self._stopped.is_set() or self._leaving.is_set()):
             try:
                 link, page_link = self._join(where, secret)
             except PoolLinkError as error:
@@ -114,13 +116,21 @@ class DecodeProcess:
                 self._stopped.wait(RETRY)
                 continue
             self._links = [link, page_link]
+            if self._leaving.is_set():
+                link.send(LEAVING)
             told(f"connected to the prefill process at {address}")
             session = _Session(self.runner, link, page_link)
             session.run()
             told(f"the connection to the prefill process at {address} has ended: {link.reason or page_link.reason}")
 
+    def leave(self) -> None:
+        """Ends ``serve`` when the process has no more sequences; it takes none from now on. From any thread."""
+        self._leaving.set()
+        for link in self._links[:1]:
+            link.send(LEAVING)
+
     def stop(self) -> None:
-        """Ends ``serve``; may be called from any thread."""
+        """Ends ``serve`` at once; may be called from any thread."""
         self._stopped.set()
         for link in self._links:
             link.close()

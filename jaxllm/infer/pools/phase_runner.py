@@ -50,10 +50,10 @@ class PhaseRunner(ModelRunner):
 
     Attributes:
         phase, devices: as given.
-        connected: always True, see ``DecodeEngine``.
+        connected, resting: always True, see ``DecodeEngine``.
     """
 
-    connected = True
+    connected = resting = True
 
     def __init__(
         self,
@@ -74,6 +74,13 @@ class PhaseRunner(ModelRunner):
             there = jax.sharding.SingleDeviceSharding(devices[0])
             params = jax.tree.map(lambda x: put(x, there), params)
         super().__init__(model, params, config, mesh=mesh, **options)
+
+    def enter(self) -> bool:
+        """See ``DecodeEngine``; an engine of this process always takes another sequence."""
+        return True
+
+    def rest(self) -> None:
+        """See ``DecodeEngine``."""
 
     def choose(self, requests: int, tokens: int, *, decode: bool, full: bool) -> StepShape:
         """See ``Runner``; all steps are of this pool's phase, a chunk of one token too."""

@@ -6,8 +6,9 @@ behind that chunk, before the next step of the prefill engine (DistServe, arXiv:
 arXiv:2311.18677). Every engine has steps of its own, and up to two of them in flight, as an engine without pools has.
 
 Where decode engines have processes of their own, one may be lost: its sequences end, its page books are dropped, and
-the next process that comes takes its place with empty pages. While there is none, computed sequences wait in the
-prefill pool, up to ``DecodeListener.patience`` seconds.
+the next process that comes takes its place with empty pages. One that leaves gets no more sequences, and goes when its
+own have ended. While there is none, computed sequences wait in the prefill pool, up to ``DecodeListener.patience``
+seconds.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class PoolSchedulers(ReplicaSchedulers):
         self._alone_since: float | None = None  # since when there is no decode process
 
     @property
+    def idle(self) -> bool:
+        """Whether there is no sequence to work on, and decode processes have been told so."""
+        return super().idle and all(one.resting for one in self._runner.decode)
+
+    @property
     def entrances(self) -> list[Any]:
         """Schedulers that new requests are assigned to."""
         return self.prefill
@@ -95,6 +101,9 @@ class PoolSchedulers(ReplicaSchedulers):
         self._assign()
         self._hand_over()
         flying = Counter(self._in_flight())
+        for number, (one, engine) in enumerate(zip(self.decode, self._runner.decode, strict=True), len(self.prefill)):
+            if one.idle and not flying[number]:
+                engine.rest()
         for number in (*range(len(self.prefill), len(self.schedulers)), *range(len(self.prefill))):
             if flying[number] < IN_FLIGHT and (plan := self.schedulers[number].plan()) is not None:
                 plan.replica = number
@@ -139,7 +148,8 @@ class PoolSchedulers(ReplicaSchedulers):
         one = self._runner.decode[number - len(self.prefill)]
         assert isinstance(one, RemoteDecodeEngine)
         assert one.session is not None
-        LOG.warning("decode engine %d: lost the process at %s", number - len(self.prefill), one.session.link.peer)
+        log, what = (LOG.info, "has let go of") if one.session.leaving else (LOG.warning, "has lost")
+        log("decode engine %d: %s the process at %s", number - len(self.prefill), what, one.session.link.peer)
         one.session = None
         self._renew(number)
 
@@ -202,7 +212,7 @@ class PoolSchedulers(ReplicaSchedulers):
         there = sequence.pages
         engines = {id(one): engine for one, engine in zip(self.decode, self._runner.decode, strict=True)}
         for other in sorted(self.decode, key=lambda other: len(other.sequences())):
-            if not engines[id(other)].connected or (moves := other.reserve(sequence)) is None:
+            if not engines[id(other)].enter() or (moves := other.reserve(sequence)) is None:
                 continue
             taker, here = self.schedulers.index(other), sequence.pages
             transfer = self.transfers.start(giver, taker, moves)

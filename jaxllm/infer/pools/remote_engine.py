@@ -31,6 +31,8 @@ from pallas_kernels.paged_attention import Slots
 LOST = "decode_pool_lost"
 """Code of the error of requests that a lost decode process has ended."""
 
+LEAVING = "leaving"
+"""Message of a decode process that takes no more sequences."""
 LAST_WORDS = 1.0
 """Seconds that a message about a failure may be later than the end of the connection for pages."""
 
@@ -110,6 +112,7 @@ class DecodeSession:
         self._arrivals: dict[int, RemoteArrival] = {}
         self._outbox: queue.SimpleQueue[tuple[int, int, list[int], list[Any]] | None] = queue.SimpleQueue()
         self._said = ""
+        self._leaving, self._used, self._turn = False, False, threading.Lock()
         self._reader, *others = (
             threading.Thread(target=run, name="jaxllm-decode-session", daemon=True)
             for run in (self._read, self._read_pages, self._send_pages)
@@ -121,6 +124,29 @@ class DecodeSession:
     def lost(self) -> bool:
         """Whether the decode process has gone."""
         return not (self.link.open and self._page_link.open)
+
+    @property
+    def used(self) -> bool:
+        """Whether the decode process has had a sequence since ``rest``."""
+        return self._used
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the decode process takes no more sequences: it goes when it has none."""
+        return self._leaving
+
+    def enter(self) -> bool:
+        """Whether the process takes another sequence; if so, it has one until ``rest``."""
+        with self._turn:
+            self._used = self._used or not self._leaving
+            return not self._leaving
+
+    def rest(self) -> None:
+        """Says that the process has no sequence and no step in flight; one that is leaving may go."""
+        with self._turn:
+            self._used, goes = False, self._leaving
+        if goes:
+            self._let_go()
 
     def failure(self) -> DecodeProcessLostError:
         """Error of the requests that the decode process had; waits for what it may have said last."""
@@ -163,6 +189,10 @@ class DecodeSession:
         self._page_link.close()
         self._outbox.put(None)
 
+    def _let_go(self) -> None:
+        self.link.close("it has left, and had no sequences")
+        self.close()
+
     # In threads
 
     def _read(self) -> None:
@@ -171,6 +201,11 @@ class DecodeSession:
                 result.put(message.arrays[0])
             elif message.name == "arrived" and (arrival := self._arrivals.pop(message.values[0], None)) is not None:
                 arrival.has_arrived = True
+            elif message.name == LEAVING:
+                with self._turn:
+                    self._leaving, goes = True, not self._used
+                if goes:
+                    self._let_go()
             elif message.name == "failed":
                 self._said = message.values[0]
                 break
@@ -214,6 +249,20 @@ class RemoteDecodeEngine:
     def connected(self) -> bool:
         """Whether a process is this engine, as far as is known."""
         return self.session is not None and not self.session.lost
+
+    @property
+    def resting(self) -> bool:
+        """Whether there is no process that has had a sequence since ``rest``."""
+        return not (self.connected and self._open.used)
+
+    def enter(self) -> bool:
+        """Whether the process is there and takes another sequence; it has one then, until ``rest``."""
+        return self.connected and self._open.enter()
+
+    def rest(self) -> None:
+        """Says that the process has no sequence and no step in flight; one that is leaving may go."""
+        if self.connected:
+            self._open.rest()
 
     def use(self, session: DecodeSession) -> None:
         """Makes a process this engine."""
