@@ -299,3 +299,7 @@ def test_several_engines_of_a_pool_serve(float64, rng):
     assert apart.pools is not None
     assert apart.metrics.moved_bytes == apart.metrics.moved_pages * PAGE
     assert all(pages.registered() for pages in apart.pools.pages), "every engine has computed something"
+    first, second = [n % 7 for n in range(11)], [n % 5 + 3 for n in range(11)]
+    assert moved(apart, asked(first, second, tokens=10))[2] == 0, "at once, so one in each decode engine"
+    for prompt in (second, first, second, first):
+        assert moved(apart, asked(prompt)) == (1, PAGE, 2), "the engine that has the whole pages gets it"

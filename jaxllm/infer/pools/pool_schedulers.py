@@ -1,9 +1,10 @@
 """Pool schedulers: one queue for all; a sequence is computed in the prefill pool, and goes on in the decode pool.
 
 A request is assigned to a prefill engine as to a data-parallel replica. When its last prefill chunk has been started,
-the decode engine with the fewest sequences gets it, as soon as one has room: the pages that this engine lacks are read
-behind that chunk, before the next step of the prefill engine (DistServe, arXiv:2401.09670; Splitwise,
-arXiv:2311.18677). Every engine has steps of its own, and up to two of them in flight, as an engine without pools has.
+a decode engine gets it, as soon as one has room; of the least busy ones, the one with most of its prefix. The pages
+that this engine lacks are read behind that chunk, before the next step of the prefill engine (DistServe,
+arXiv:2401.09670; Splitwise, arXiv:2311.18677). Every engine has steps of its own, and up to two of them in flight, as
+an engine without pools has.
 
 Where decode engines have processes of their own, one may be lost: its sequences end, its page books are dropped, and
 the next process that comes takes its place with empty pages. One that leaves gets no more sequences, and goes when its
@@ -211,7 +212,7 @@ class PoolSchedulers(ReplicaSchedulers):
     def _hand_over_one(self, giver: int, one: PrefillScheduler, sequence: Sequence) -> bool:
         there = sequence.pages
         engines = {id(one): engine for one, engine in zip(self.decode, self._runner.decode, strict=True)}
-        for other in sorted(self.decode, key=lambda other: len(other.sequences())):
+        for other in self._takers(sequence):
             if not engines[id(other)].enter() or (moves := other.reserve(sequence)) is None:
                 continue
             taker, here = self.schedulers.index(other), sequence.pages
@@ -222,3 +223,14 @@ class PoolSchedulers(ReplicaSchedulers):
             other.arriving[sequence] = transfer
             return True
         return False
+
+    def _takers(self, sequence: Sequence) -> list[DecodeScheduler]:
+        """Decode engines, the best for a sequence first: of the least busy ones, the one with most of its prefix."""
+        loads = [len(one.sequences()) for one in self.decode]
+        near = min(loads) + max(1, self.config.max_sequences // 4)
+        columns = [
+            self._cached_columns(one, sequence) if load <= near else 0
+            for one, load in zip(self.decode, loads, strict=True)
+        ]
+        order = sorted(range(len(loads)), key=lambda n: (loads[n] > near, -columns[n], loads[n]))
+        return [self.decode[n] for n in order]
