@@ -101,7 +101,7 @@ class Deployment:
     @property
     def where(self) -> str:
         """All devices."""
-        return self.cluster.name
+        return self.cluster.name if self.copies == 1 else f"{self.copies} x {self.cluster.name}"
 
     @functools.cached_property
     def engine_cluster(self) -> Cluster:

@@ -13,9 +13,9 @@ from jaxllm import cli
 from jaxllm.cli.serving_arguments import platforms_of
 from jaxllm.plan.hardware import TABLE, Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
-from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replay, replayed_mix
-from jaxllm.simulate.deployment_search import DeploymentSearchResult, alone, candidates, meshes, search, smallest
 from jaxllm.simulate.long_context import long_context
+from jaxllm.simulate.search.accelerator_mix import buckets, capacities, cheapest_mix, replay, replayed_mix
+from jaxllm.simulate.search.deployment_search import DeploymentSearchResult, alone, candidates, meshes, search, smallest
 from jaxllm.simulate.steady_state import largest_rate, most_sequences, steady_state
 from recipes.mixtral import mixtral_8x22b
 from tests.simulate.served import MODEL, deployment

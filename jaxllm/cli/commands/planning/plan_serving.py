@@ -14,8 +14,8 @@ from jaxllm.cli.serving_arguments import hardware_table, platforms_of, served_mo
 if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
     from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective
-    from jaxllm.simulate.deployment_search import DeploymentSearchResult
-    from jaxllm.simulate.pool_search import Spending
+    from jaxllm.simulate.search.deployment_search import DeploymentSearchResult
+    from jaxllm.simulate.search.pool_search import Spending
 
 
 def plan_serving(argv: list[str]) -> int:
@@ -85,7 +85,7 @@ def plan_serving(argv: list[str]) -> int:
 
         from jaxllm.files import write_json
         from jaxllm.simulate import ServiceObjective, make_trace
-        from jaxllm.simulate.deployment_search import candidates, search, smallest
+        from jaxllm.simulate.search.deployment_search import candidates, search, smallest
 
         if pools and (mla != "exact" or kv_span):
             raise UsageError("--pools does not go with --mla tpla or --kv-span, as when serving: leave one out.")
@@ -188,8 +188,8 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
     """Prints the cheapest mix of accelerators, and what its simulation says."""
     import numpy as np
 
-    from jaxllm.simulate import accelerator_mix
-    from jaxllm.simulate.deployment_search import fit
+    from jaxllm.simulate.search import accelerator_mix
+    from jaxllm.simulate.search.deployment_search import fit
 
     # One engine of each kind; the mix says how many.
     usable = [one for one in accelerators if one.engines == 1 and not fit(one)]
@@ -222,7 +222,7 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
 def _print_pools(base: Deployment, trace: RequestTrace, slo: ServiceObjective, top: int) -> int:
     """Prints placements of prefill and decode pools, and of attention pools, beside colocated engines."""
     from jaxllm.simulate.attention_split import attention_splits
-    from jaxllm.simulate.pool_search import colocated, described, place, pool_splits
+    from jaxllm.simulate.search.pool_search import colocated, described, place, pool_splits
 
     ways = {"disaggregated": pool_splits(base), "attention pool": attention_splits(base), "colocated": colocated(base)}
     found = {what: place(some, trace, slo) for what, some in ways.items()}
@@ -239,7 +239,7 @@ def _print_provision(
     """Prints the cheapest pools of several kinds of devices beside the cheapest colocated engines."""
     from jaxllm.simulate import Deployment
     from jaxllm.simulate.attention_split import mixed_attention_splits
-    from jaxllm.simulate.pool_search import described, mixed_splits, provision
+    from jaxllm.simulate.search.pool_search import described, mixed_splits, provision
 
     kinds = {one.hardware.name: one.hardware for one in clusters}
     most = max(one.devices for one in clusters)
