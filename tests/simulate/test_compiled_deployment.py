@@ -33,6 +33,7 @@ def test_what_cannot_be_compiled_says_why():
     assert "no compiler for other" in why_not_compiled(elsewhere)
     assert "does not pack weights as fp8" in why_not_compiled(deployment(weights="fp8"))
     assert why_not_compiled(deployment()) == ""
+    assert "pipeline stages" in why_not_compiled(deployment("h100:1x2", "stage=2"))
     spread = deployment("h100:1x2", "context=2", kv_span=True)
     assert "kv_span" in why_not_compiled(spread)
     with pytest.raises(DeploymentError, match="not compiled: programs with kv_span"):

@@ -28,6 +28,7 @@ from jaxllm.simulate.power import PowerModel
 from jaxllm.simulate.request_trace import RequestTrace, TraceRequest, token_ids
 from jaxllm.simulate.routing import RoutedRequest, Router, RouterState, ShortestQueue
 from jaxllm.simulate.simulator import ServiceObjective, SimulatedEngine, SimulatedRequest, Simulation
+from jaxllm.simulate.staged.staged_paper_runner import StageClock
 
 READY, DRAINED, FAILURE, LOOK = range(4)
 """Kinds of events of replicas, in the order in which those of one time happen."""
@@ -138,7 +139,7 @@ def simulate_fleet(
     autoscale: AutoscalePolicy | None = None,
     router: Router | None = None,
     policy: Callable[[], Policy] | None = None,
-    clock: StepClock | None = None,
+    clock: StepClock | StageClock | None = None,
     predict: Callable[[TraceRequest], float] | None = None,
     host: float = 0.0,
 ) -> FleetSimulation:

@@ -88,6 +88,8 @@ def why_not_compiled(deployment: Deployment) -> str:
     hardware, config = deployment.cluster.hardware, deployment.engine
     if hardware.like != hardware.name:
         return f"no compiler for {hardware.name} is available"
+    if config.stages > 1:
+        return "programs of pipeline stages are compiled on devices alone"
     if config.mla != "exact" or config.kv_span:
         return f"programs with {'kv_span' if config.kv_span else 'mla = ' + config.mla} are compiled on devices alone"
     if deployment.weights != PLAIN and deployment.weights not in WEIGHT_FORMATS:

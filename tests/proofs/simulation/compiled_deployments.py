@@ -29,7 +29,7 @@ class Case(NamedTuple):
 CASES = (
     Case("v6e:1x1", "tensor=1"),
     Case("v6e:2x2", "tensor=4", "int8", "int8"),
-    Case("v6e:2x2", "context=2,tensor=2"),
+    Case("v6e:2x2", "data=2,tensor=2"),
     Case("h100:1x1", "tensor=1", "int8"),
     Case("h100:1x2", "tensor=2", "bfloat16", "fp8"),
     Case("h100:1x4", "data=2,tensor=2"),
