@@ -94,7 +94,7 @@ def platforms_of(text: str, table: dict[str, Hardware]) -> list[Cluster]:
     Raises:
         UsageError, ShardingError, HardwareError: see ``cluster_of``.
     """
-    from jaxllm.simulate.deployment_search import platforms
+    from jaxllm.simulate.search.deployment_search import platforms
 
     out: list[Cluster] = []
     for name in text.split(",") if text else table:
@@ -109,8 +109,8 @@ def _disaggregated(base: Deployment, sizes: PoolSizes) -> DisaggregatedPools:
     Raises:
         UsageError: there are more devices, or fewer.
     """
-    from jaxllm.simulate.pool_search import engines_of
     from jaxllm.simulate.pools import DisaggregatedPools
+    from jaxllm.simulate.search.pool_search import engines_of
 
     prefill, decode = (engines_of(base, one.tensor, one.engines) for one in (sizes.prefill, sizes.decode))
     if prefill is None or decode is None or prefill.devices + decode.devices != base.devices:

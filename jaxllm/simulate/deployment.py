@@ -19,6 +19,7 @@ from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.serving_step import PLAIN, ServingStepModel, StepCost
 from jaxllm.plan.formulas.shared_cache_step import CacheSharing, SharedCacheStepModel
+from jaxllm.plan.formulas.staged_step import StagedStepModel
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.simulate.power import PowerModel
 from sharding import MeshSpec
@@ -63,6 +64,9 @@ class Deployment:
     def __post_init__(self) -> None:
         if any(size < 1 for _, size in self.mesh.axes):
             object.__setattr__(self, "mesh", self.mesh.resolve(self.cluster.devices))
+        stages = dict(self.mesh.axes).get("stage", 1)
+        if stages != self.engine.stages:
+            object.__setattr__(self, "engine", replace(self.engine, stages=stages))
         if self.cluster.devices % self.engine_devices:
             raise DeploymentError(
                 f"the mesh {self.mesh} has {self.engine_devices} devices, which do not divide the "
@@ -101,7 +105,7 @@ class Deployment:
     @property
     def where(self) -> str:
         """All devices."""
-        return self.cluster.name
+        return self.cluster.name if self.copies == 1 else f"{self.copies} x {self.cluster.name}"
 
     @functools.cached_property
     def engine_cluster(self) -> Cluster:
@@ -125,6 +129,8 @@ class Deployment:
         config = self.engine
         options: dict[str, Any] = {"weights": self.weights, "kv_dtype": config.kv_dtype}
         options |= {"calibration": self.calibration, "launch": self.launch}
+        if config.stages > 1:
+            return StagedStepModel(self.model, self.engine_cluster, self.mesh, **options)
         if config.mla == "exact" and not config.kv_span:
             return ServingStepModel(self.model, self.engine_cluster, self.mesh, **options)
         longest = choose_max_len(self.model, config.max_len, self.longest)

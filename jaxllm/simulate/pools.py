@@ -5,7 +5,7 @@
 A request's prompt is computed by an engine of the prefill pool, which also gives the first token; its KV cache travels
 over the prefill engine's network, one request at a time; then an engine of the decode pool admits it, as it would admit
 a sequence that was swapped out to the host, and decodes the rest (DistServe, arXiv:2401.09670; Splitwise,
-arXiv:2311.18677). So neither phase delays the other. ``jaxllm.simulate.pool_search`` chooses the pools.
+arXiv:2311.18677). So neither phase delays the other. ``jaxllm.simulate.search.pool_search`` chooses the pools.
 """
 
 from __future__ import annotations

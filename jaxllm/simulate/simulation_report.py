@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.serve import load_benchmark
+from jaxllm.simulate.fleet.fleet_report import fleet_charts, fleet_lines
+from jaxllm.simulate.fleet.fleet_simulator import FleetSimulation
 from jaxllm.simulate.simulator import Simulation
 from jaxllm.svg import Line, chart, number, page, stacked_bar, table
 
@@ -32,6 +34,7 @@ def use_lines(figures: Figures) -> list[tuple[str, str]]:
         ("cost per million output tokens", "-" if price is None else f"${price:,.2f}"),
         ("energy per output token", "-" if joules is None else f"{joules:.2f} J"),
         *_transfers(figures),
+        *fleet_lines(figures),
     ]
 
 
@@ -56,11 +59,12 @@ def text_report(simulation: Simulation, figures: Figures, knee: float | None = N
 
 
 def router_table(simulations: Mapping[str, Simulation]) -> str:
-    """Table of a trace served with several routers: latencies, and prompt tokens from the prefix cache."""
+    """Table of a trace served with several routers: latencies of served requests, and prefix cache hits."""
     lines = [f"{'router':18}{'mean s':>10}{'p99 s':>10}{'TTFT mean':>11}{'from cache':>12}"]
     for name, one in simulations.items():
-        times = [r.end - r.due for r in one.results]
-        first = float(np.mean([r.ttft for r in one.results]))
+        good = [r for r in one.results if not r.error]
+        times = [r.end - r.due for r in good]
+        first = float(np.mean([r.ttft for r in good]))
         hits = one.hit_tokens / sum(r.request.prompt for r in one.requests)
         lines.append(f"{name:18}{np.mean(times):>10.4f}{np.percentile(times, 99):>10.4f}{first:>11.4f}{hits:>12.0%}")
     return "\n".join(lines)
@@ -93,6 +97,8 @@ def html_report(simulation: Simulation, figures: Figures, curve: RateCurve = (),
         body.append('<h2>Over the rate</h2><div class="grid-of">' + "".join(map(_panel, rate_charts(curve, knee))))
         body.append("</div>")
     body.append('<h2>Latencies</h2><div class="grid-of">' + "".join(map(_panel, latency_charts(simulation, slo))))
+    if isinstance(simulation, FleetSimulation):
+        body.append('</div><h2>Replicas</h2><div class="grid-of">' + "".join(map(_panel, fleet_charts(simulation))))
     for name, number_of in simulation.shown.items():
         charts = "".join(map(_panel, timeline_charts(simulation, number_of)))
         body.append(f'</div><h2>{name}</h2><div class="grid-of">{charts}')
@@ -131,10 +137,10 @@ def rate_charts(curve: RateCurve, knee: float) -> list[str]:
 
 
 def latency_charts(simulation: Simulation, slo: Mapping[str, float]) -> list[str]:
-    """Cumulative distributions of TTFT and TPOT over the requests, with the objective."""
+    """Cumulative distributions of TTFT and TPOT over the served requests, with the objective."""
     out = []
     for name, factor, unit in (("ttft", 1.0, "s"), ("tpot", 1e3, "ms")):
-        values = np.sort([factor * getattr(one, name) for one in simulation.results])
+        values = np.sort([factor * getattr(one, name) for one in simulation.results if not one.error])
         share = 100 * np.arange(1, len(values) + 1) / len(values)
         lines = [Line("", values.tolist(), share.tolist())]
         out.append(

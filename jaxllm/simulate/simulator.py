@@ -21,6 +21,7 @@ import numpy as np
 from jaxllm.infer import Engine, SamplingParams
 from jaxllm.infer.scheduling.policies import Policy
 from jaxllm.infer.scheduling.scheduler import Scheduler
+from jaxllm.plan.formulas.staged_step import StagedStepModel
 from jaxllm.serve.load_benchmark import RequestResult, summary
 from jaxllm.simulate.deployment import LARGEST_TOKEN, Deployment, DeploymentError
 from jaxllm.simulate.paper_runner import PaperRunner, SimulatedStep, StepClock, StepTimer
@@ -28,6 +29,7 @@ from jaxllm.simulate.power import PowerModel
 from jaxllm.simulate.power_cap import PowerGovernor
 from jaxllm.simulate.request_trace import RequestTrace, TraceRequest, token_ids
 from jaxllm.simulate.routing import EngineView, RoutedRequest, Router, RouterState, ShortestQueue
+from jaxllm.simulate.staged.staged_paper_runner import StageClock, StagedPaperRunner, StageTimer
 
 MOST_DOUBLINGS = 12
 """Doublings of a rate after which a trace counts as one that no rate overloads."""
@@ -110,19 +112,27 @@ class SimulatedEngine:
 
     Args:
         deployment: deployment whose engine it is.
-        clock: gives the cost of a step; None: the deployment's step-time model.
+        clock: gives the cost of a step, of an engine with stages on each; None: the deployment's step-time model.
         policy: scheduling policy; None: first come, first served.
         host: seconds until the device of an engine that has nothing to do begins with a request.
     """
 
     def __init__(
-        self, deployment: Deployment, clock: StepClock | None = None, policy: Policy | None = None, host: float = 0.0
+        self,
+        deployment: Deployment,
+        clock: StepClock | StageClock | None = None,
+        policy: Policy | None = None,
+        host: float = 0.0,
     ):
         model, config = deployment.step_model, deployment.engine
         page_bytes = [model.group_token_bytes(group) * deployment.spec.page_size for group in range(len(model.groups))]
         pages = tuple(size / model.hardware.host for size in page_bytes)
-        timer = StepTimer(model, config.max_sequences, deployment.host_seconds)
-        self.runner, self._host = PaperRunner(deployment.spec, config, clock or timer, pages), host
+        self._host, times = host, (config.max_sequences, deployment.host_seconds)
+        if isinstance(model, StagedStepModel):
+            stage_clock = StageTimer(model, *times) if clock is None else clock
+            self.runner: PaperRunner = StagedPaperRunner(deployment.spec, config, stage_clock, pages)  # type: ignore[arg-type]
+        else:
+            self.runner = PaperRunner(deployment.spec, config, clock or StepTimer(model, *times), pages)  # type: ignore[arg-type]
         self.engine = Engine(self.runner, config, LARGEST_TOKEN, policy=policy, clock=lambda: self.runner.now)
         self.active: dict[int, SimulatedRequest] = {}
         self.held: list[SimulatedRequest] = []  # active ones, and those that ended after the last look
@@ -294,7 +304,7 @@ def simulate(
     *,
     router: Router | None = None,
     policy: Callable[[], Policy] | None = None,
-    clock: StepClock | None = None,
+    clock: StepClock | StageClock | None = None,
     predict: Callable[[TraceRequest], float] | None = None,
     governor: PowerGovernor | None = None,
     host: float = 0.0,
@@ -306,7 +316,7 @@ def simulate(
         trace: requests.
         router: chooses the engine of a request; None: the one with the fewest.
         policy: makes the scheduling policy of an engine; None: first come, first served.
-        clock: gives the cost of a step; None: the deployment's step-time model.
+        clock: gives the cost of a step, of an engine with stages on each; None: the deployment's step-time model.
         predict: predicts the number of tokens of a request for the router; None: the mean of those that ended.
         governor: caps the power of all engines together; None: no cap.
         host: seconds until the device of an engine that has nothing to do begins with a request.
@@ -323,6 +333,10 @@ def simulate(
         SimulatedEngine(deployment, clock, policy() if policy else None, host) for _ in range(deployment.engines)
     ]
     if governor is not None:
+        if deployment.engine.stages > 1:
+            raise DeploymentError(
+                f"{deployment.name}: a power cap is not simulated for pipeline stages; give a mesh without."
+            )
         for number, one in enumerate(engines):
             one.runner.clock = governor.clock(number, one.runner)
     state, names = RouterState(router or ShortestQueue()), dict[str, int]()

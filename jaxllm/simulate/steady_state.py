@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from jaxllm.plan.formulas.serving_step import BatchWork
+from jaxllm.plan.formulas.staged_step import StagedStepModel, pipeline_ends
 from jaxllm.simulate.deployment import Deployment
 from jaxllm.simulate.routing import MixingPenalty
 from jaxllm.simulate.simulator import ServiceObjective
@@ -38,10 +39,14 @@ class SteadyState:
 def prefill_seconds(deployment: Deployment, prompt: int) -> float:
     """Seconds to compute a prompt alone, in chunks of the token budget."""
     model, budget = deployment.step_model, deployment.engine.max_batched_tokens
-    total = 0.0
+    total, free = 0.0, [0.0] * deployment.engine.stages
     for start in range(0, prompt, budget):
         count = min(budget, prompt - start)
         rows, _ = deployment.engine.program_rows(1, count, decode=count == 1)
+        if isinstance(model, StagedStepModel):  # chunks follow each other through the stages
+            costs = model.stage_costs([BatchWork.of([start], [count])], rows, 1)
+            total = pipeline_ends(free, 0.0, [cost.seconds for cost in costs])
+            continue
         total += model.step([BatchWork.of([start], [count])] * model.replicas, rows, 1).seconds
     return total
 

@@ -18,7 +18,7 @@ from jaxllm.simulate.attention_split import (
     mixed_attention_splits,
     split_of,
 )
-from jaxllm.simulate.pool_search import spent
+from jaxllm.simulate.search.pool_search import spent
 from jaxllm.simulate.simulation_report import text_report
 from tests.infer import engines
 from tests.simulate.served import MODEL, deployment

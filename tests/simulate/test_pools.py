@@ -12,7 +12,9 @@ from jaxllm.files import read_json
 from jaxllm.models import AttentionConfig, BlockConfig, MlpConfig
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace
-from jaxllm.simulate.pool_search import (
+from jaxllm.simulate.pools import DisaggregatedPools, simulate_pools
+from jaxllm.simulate.power import PowerModel
+from jaxllm.simulate.search.pool_search import (
     colocated,
     first_tokens_met,
     mixed_splits,
@@ -22,8 +24,6 @@ from jaxllm.simulate.pool_search import (
     share_met,
     spent,
 )
-from jaxllm.simulate.pools import DisaggregatedPools, simulate_pools
-from jaxllm.simulate.power import PowerModel
 from tests.simulate.served import MODEL, deployment
 
 

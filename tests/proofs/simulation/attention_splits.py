@@ -9,8 +9,8 @@ import numpy as np
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import ServiceObjective, make_trace
 from jaxllm.simulate.attention_split import OffloadedDeployment, attention_splits, mixed_attention_splits
-from jaxllm.simulate.deployment_search import fit
-from jaxllm.simulate.pool_search import colocated, mixed_splits, parts_of, place, provision, share_met, spent
+from jaxllm.simulate.search.deployment_search import fit
+from jaxllm.simulate.search.pool_search import colocated, mixed_splits, parts_of, place, provision, share_met, spent
 from recipes.llama3 import llama3_8b
 from tests.proofs.harness import proof
 from tests.simulate.served import deployment

@@ -16,7 +16,7 @@ from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import Deployment, RequestTrace, TraceRequest, simulate
 from jaxllm.simulate.request_trace import token_ids
 from sharding import MeshSpec
-from tests.infer import engines
+from tests.infer import engines, meshes
 from tests.proofs.harness import proof
 
 WAYS = ("roomy", "tight, recompute", "tight, swap", "contiguous")
@@ -26,18 +26,20 @@ REQUESTS = 18
 
 
 @functools.lru_cache(2 * len(WAYS))
-def real_runner(way: str, pools: str | None = None) -> Any:
+def real_runner(way: str, pools: str | None = None, stages: int = 1) -> Any:
+    if stages > 1:
+        return meshes.over(f"stage={stages}", "deep llama", engines.ENGINES[way]).runner
     return engines.build(dataclasses.replace(engines.ENGINES[way], pools=pools)).runner
 
 
 @dataclass
 class Clocked:
-    """Real runner whose steps take the time of a step clock; everything else is its own."""
+    """Real runner whose steps take the time of a step clock, on each stage; everything else is its own."""
 
     runner: Any
     clock: Any
     now: float = 0.0
-    free: float = 0.0
+    free: dict[int, float] = field(default_factory=dict)
     chunks: list = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
@@ -50,9 +52,11 @@ class Clocked:
         counts, lengths = counts[used].astype(int), x["kv_lens"][used].astype(int)
         self.chunks.append(list(zip((lengths - counts).tolist(), counts.tolist(), strict=True)))
         passes = max(1, int(x["steps"])) if shape.decode else 1
-        cost = self.clock([BatchWork(lengths - counts, counts)], shape, passes)
-        self.free = max(self.free, self.now) + cost.seconds
-        return Ready(self, self.free, self.runner.run(shape, packed, *masks))
+        costs, ready = self.clock([BatchWork(lengths - counts, counts)], shape, passes), self.now
+        for stage, cost in enumerate(costs if isinstance(costs, list) else [costs]):
+            ready = max(ready, self.free.get(stage, 0.0)) + cost.seconds
+            self.free[stage] = ready
+        return Ready(self, ready, self.runner.run(shape, packed, *masks))
 
 
 @dataclass
@@ -84,11 +88,17 @@ def attention_pool_steps_are_the_engines(seed: int) -> None:
     compare_steps(seed, "model=tensor:1, attention=tensor:2")
 
 
-def compare_steps(seed: int, pools: str | None = None) -> None:
+@proof("simulation", count=12, sample=1)
+def staged_steps_are_the_engines(seed: int) -> None:
+    """The same of an engine with two or four pipeline stages, each of which takes another share of a step's time."""
+    compare_steps(seed, stages=(2, 4)[seed // len(WAYS) % 2])
+
+
+def compare_steps(seed: int, pools: str | None = None, stages: int = 1) -> None:
     """Simulates drawn requests, and serves them with a real engine."""
     rng = np.random.default_rng(seed)
     way, policy = WAYS[seed % len(WAYS)], POLICIES[int(rng.integers(len(POLICIES)))]
-    config = dataclasses.replace(engines.ENGINES[way], pools=pools)
+    config = dataclasses.replace(engines.ENGINES[way], pools=pools, stages=stages)
     prefix = int(rng.integers(0, 2)) * 8
     requests = [
         TraceRequest(float(at), prefix + int(p), int(n), "p" if prefix else "", prefix)
@@ -98,11 +108,14 @@ def compare_steps(seed: int, pools: str | None = None) -> None:
     if policy is not Shortest and rng.random() < 0.5:
         requests = [dataclasses.replace(one, at=0.0) for one in requests]
 
-    def clock(batches: list[BatchWork], shape: Any, passes: int) -> StepCost:
-        context = sum(int((one.starts + one.counts).sum()) for one in batches)
-        return StepCost(compute=passes * (2e-3 + 1e-4 * shape.tokens + 1e-6 * context))
+    shares = rng.uniform(0.2, 1.0, stages)
 
-    runner = Clocked(real_runner(way, pools), clock)
+    def clock(batches: list[BatchWork], shape: Any, passes: int) -> Any:
+        context = sum(int((one.starts + one.counts).sum()) for one in batches)
+        cost = StepCost(compute=passes * (2e-3 + 1e-4 * shape.tokens + 1e-6 * context))
+        return cost if stages == 1 else [cost * float(share) for share in shares]
+
+    runner = Clocked(real_runner(way, pools, stages), clock)
     engine = Engine(runner, config, engines.VOCAB, policy=policy() if policy else None, clock=lambda: runner.now)  # type: ignore[arg-type]
     times, pages, names, going = [[] for _ in requests], [], dict[str, int](), {}
     coming = list(range(REQUESTS))
@@ -123,9 +136,10 @@ def compare_steps(seed: int, pools: str | None = None) -> None:
             times[going[delta.request.id]].append(runner.now)
 
     hardware = dataclasses.replace(Cluster.parse("h100:1x1").hardware, host=1e30)
-    cluster = dataclasses.replace(Cluster.parse("h100:1x1"), hardware=hardware)
-    model = engines.model_of("llama", "float32")
-    deployment = Deployment(model, cluster, MeshSpec.parse("tensor=1"), config)
+    mesh = "tensor=1" if stages == 1 else f"stage={stages}"
+    cluster = dataclasses.replace(Cluster.parse(f"h100:1x{stages}"), hardware=hardware)
+    model = engines.model_of("llama" if stages == 1 else "deep llama", "float32")
+    deployment = Deployment(model, cluster, MeshSpec.parse(mesh), config)
     found = simulate(deployment, RequestTrace(way, tuple(requests)), policy=policy, clock=clock)
     (steps,) = found.engines
     assert [step.chunks[0] for step in steps] == runner.chunks

@@ -13,9 +13,9 @@ from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.serving_step import BatchWork, ServingStepModel
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
-from jaxllm.simulate.accelerator_mix import buckets, capacities, cheapest_mix, replayed_mix
-from jaxllm.simulate.deployment_search import DeploymentSearchResult, candidates, platforms, search, smallest
 from jaxllm.simulate.routing import ROUTERS
+from jaxllm.simulate.search.accelerator_mix import buckets, capacities, cheapest_mix, replayed_mix
+from jaxllm.simulate.search.deployment_search import DeploymentSearchResult, candidates, platforms, search, smallest
 from jaxllm.simulate.steady_state import mixing_penalty
 from recipes.llama3 import llama3_8b, llama3_70b
 from sharding import MeshSpec

@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxllm.plan.hardware import Cluster
 from jaxllm.simulate import ServiceObjective, make_trace
-from jaxllm.simulate.pool_search import colocated, mixed_splits, place, pool_splits, provision, share_met, spent
 from jaxllm.simulate.pools import DisaggregatedPools
+from jaxllm.simulate.search.pool_search import colocated, mixed_splits, place, pool_splits, provision, share_met, spent
 from recipes.llama3 import llama3_8b
 from tests.proofs.harness import proof
 from tests.simulate.served import deployment

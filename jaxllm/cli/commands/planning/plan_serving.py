@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -14,8 +14,8 @@ from jaxllm.cli.serving_arguments import hardware_table, platforms_of, served_mo
 if TYPE_CHECKING:
     from jaxllm.plan.hardware import Cluster
     from jaxllm.simulate import Deployment, RequestTrace, ServiceObjective
-    from jaxllm.simulate.deployment_search import DeploymentSearchResult
-    from jaxllm.simulate.pool_search import Spending
+    from jaxllm.simulate.search.deployment_search import DeploymentSearchResult, PlannedDeployment
+    from jaxllm.simulate.search.pool_search import Spending
 
 
 def plan_serving(argv: list[str]) -> int:
@@ -38,6 +38,7 @@ def plan_serving(argv: list[str]) -> int:
         kv_span: bool = False,
         top: int = 5,
         most: int | None = 12,
+        compile: bool = False,
         users_at: int | None = None,
         mix: bool = False,
         pools: bool = False,
@@ -70,6 +71,8 @@ def plan_serving(argv: list[str]) -> int:
             kv_span: pages of a request are spread over context, as for `jaxllm serve`.
             top: number of deployments to show.
             most: deployments to simulate on a platform at most, by their lower bounds; None for all that those leave.
+            compile: compile the largest prefill and decode programs of the shown deployments of the last platform, and
+                report the compiler's memory beside the planned one.
             users_at: context length to say for how many users fit, and what prefill, decode and switching cost.
             mix: cheapest mix of the platforms in --on for these lengths, instead of one platform.
             pools: compare colocated engines with prefill and decode pools, and with engines whose attention has devices
@@ -85,8 +88,10 @@ def plan_serving(argv: list[str]) -> int:
 
         from jaxllm.files import write_json
         from jaxllm.simulate import ServiceObjective, make_trace
-        from jaxllm.simulate.deployment_search import candidates, search, smallest
+        from jaxllm.simulate.search.deployment_search import candidates, search, smallest
 
+        if compile and (mix or pools):
+            raise UsageError("--compile is of the shown deployments of one search: leave --mix and --pools out.")
         if pools and (mla != "exact" or kv_span):
             raise UsageError("--pools does not go with --mla tpla or --kv-span, as when serving: leave one out.")
         check_outputs(json=json)
@@ -132,19 +137,60 @@ def plan_serving(argv: list[str]) -> int:
         if len(clusters) > 1:
             print(f"\nsmallest platform: {'none of these' if chosen is None else chosen.name}")
         best = tried[-1][1].best
+        compiled = _compile(tried[-1][1].simulated[:top]) if compile else {}
         if users_at is not None and tried[-1][1].simulated:
             _print_users((best or tried[-1][1].simulated[0]).deployment, users_at)
         if json is not None:
             write_json(
                 json,
                 {cluster.name: [{"deployment": one.deployment.name, "meets": one.meets, goal: abs(one.value),
-                                 "replayed": one.replayed, "knee": one.knee, **one.figures}
+                                 "replayed": one.replayed, "knee": one.knee, **one.figures,
+                                 **({"compiled": compiled[id(one)]} if id(one) in compiled else {})}
                                 for one in found.simulated] for cluster, found in tried},
             )  # fmt: skip
             print(f"saved: {json}")
         return 0 if best is not None else 1
 
     return parse_command(run, argv, "jaxllm plan --serve")
+
+
+def _compile(shown: list[PlannedDeployment]) -> dict[int, Any]:
+    """Compiles the largest programs of deployments, prints their memory, and returns plain values by ``id``."""
+    from jaxllm.cli.progress_line import progress_line
+    from jaxllm.simulate.search.compiled_deployment import PlannedBytes, compile_deployment, why_not_compiled
+    from sharding.isolate import OutOfDeviceMemory
+
+    out: dict[int, Any] = {}
+    for number, one in enumerate(shown, 1):
+        deployment = one.deployment
+        if reason := why_not_compiled(deployment):
+            print(f"  {deployment.name}: not compiled: {reason}")
+            out[id(one)] = {"refused": reason}
+            continue
+        if not out:
+            columns = f"{'weights':>9}{'KV cache':>10}{'temporary':>11}{'all':>9}{'of':>9}"
+            print(f"\nGiB of a device{'':29}{'budget':>7}{columns}")
+        planned, memory = PlannedBytes.of(deployment), deployment.cluster.hardware.hbm_bytes
+        sizes = (planned.weights, planned.cache, planned.temporaries, planned.total, memory)
+        weights, cache, temporary, total, there = (f"{size / 2**30:.2f}" for size in sizes)
+        print(f"{deployment.name:44}{deployment.engine.max_batched_tokens:>7}{weights:>9}{cache:>10}{temporary:>11}"
+              f"{total:>9}{there:>9}", flush=True)  # fmt: skip
+        try:
+            found = compile_deployment(deployment, progress=progress_line(f"{number} of {len(shown)}: "))
+        except OutOfDeviceMemory as error:
+            over = f"{(error.need - error.limit) / 2**30:.2f} GiB too much"
+            print(f"  compiled: {over}")
+            out[id(one)] = {"refused": over}
+            continue
+        out[id(one)] = found.to_json()
+        for name, report in found.programs.items():
+            arguments, rest, total = (
+                f"{size / 2**30:.2f}"
+                for size in (report.argument_bytes, report.total_bytes - report.argument_bytes, report.total_bytes)
+            )
+            fits = "" if report.fits else f", {report.over_bytes / 2**30:.2f} too much"
+            print(f"  {'compiled: ' + name:49}{arguments:>19}{rest:>11}{total:>9}{fits}")
+    return out
 
 
 UNITS = {"latency": "s a request", "energy": "J a token", "goodput": "req/s, device", "cost": "$/M at knee"}
@@ -189,8 +235,8 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
     """Prints the cheapest mix of accelerators, and what its simulation says."""
     import numpy as np
 
-    from jaxllm.simulate import accelerator_mix
-    from jaxllm.simulate.deployment_search import fit
+    from jaxllm.simulate.search import accelerator_mix
+    from jaxllm.simulate.search.deployment_search import fit
 
     # One engine of each kind; the mix says how many.
     usable = [one for one in accelerators if one.engines == 1 and not fit(one)]
@@ -223,7 +269,7 @@ def _print_mix(accelerators: list[Deployment], trace: RequestTrace, slo: Service
 def _print_pools(base: Deployment, trace: RequestTrace, slo: ServiceObjective, top: int) -> int:
     """Prints placements of prefill and decode pools, and of attention pools, beside colocated engines."""
     from jaxllm.simulate.attention_split import attention_splits
-    from jaxllm.simulate.pool_search import colocated, described, place, pool_splits
+    from jaxllm.simulate.search.pool_search import colocated, described, place, pool_splits
 
     ways = {"disaggregated": pool_splits(base), "attention pool": attention_splits(base), "colocated": colocated(base)}
     found = {what: place(some, trace, slo) for what, some in ways.items()}
@@ -240,7 +286,7 @@ def _print_provision(
     """Prints the cheapest pools of several kinds of devices beside the cheapest colocated engines."""
     from jaxllm.simulate import Deployment
     from jaxllm.simulate.attention_split import mixed_attention_splits
-    from jaxllm.simulate.pool_search import described, mixed_splits, provision
+    from jaxllm.simulate.search.pool_search import described, mixed_splits, provision
 
     kinds = {one.hardware.name: one.hardware for one in clusters}
     most = max(one.devices for one in clusters)

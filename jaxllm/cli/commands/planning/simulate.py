@@ -46,6 +46,9 @@ def simulate(argv: list[str]) -> int:
         policy: Literal["first-come", "priority", "fair", "shortest"] = "first-come",
         phase_split: str = "whole",
         router: Literal["round-robin", "shortest-queue", "prefix-aware", "mixing-penalty", "all"] = "shortest-queue",
+        replicas: int = 1,
+        failures: str = "",
+        autoscale: str = "",
         extra_servers: float = 0.0,
         prefixes: int = 0,
         prefix_tokens: int = 0,
@@ -94,6 +97,12 @@ def simulate(argv: list[str]) -> int:
             policy: scheduling policy.
             phase_split: tokens of prompts in a step while sequences decode, as for `jaxllm serve`.
             router: policy of the router over several engines; all: compare them.
+            replicas: as many times the devices of --on, all behind one router.
+            failures: engines that fail and are repaired: mtbf=SECONDS,repair=SECONDS, and
+                requests=fail|retry|migrate, retries=N, seed=N (docs/serve/simulate.md).
+            autoscale: number of engines that follows the load, as the Kubernetes HPA has it: min=N,max=N,target=NUMBER,
+                and metric=requests|queue|cache|busy, period, up, down, tolerance, start, load
+                (docs/serve/simulate.md).
             extra_servers: share of engines more, such as 0.3, that serve as much more within the rated power of those
                 in --on, under a power cap; half of the requests and engines have low priority.
             prefixes: number of prefixes of which each request has one.
@@ -108,6 +117,7 @@ def simulate(argv: list[str]) -> int:
             json: file to write the figures to.
         """
         import math
+        from dataclasses import replace
 
         from jaxllm.files import write_json
         from jaxllm.infer.engine_config import EngineConfig
@@ -115,6 +125,9 @@ def simulate(argv: list[str]) -> int:
         from jaxllm.observe.html_report import write
         from jaxllm.simulate import Deployment, ServiceObjective, make_trace
         from jaxllm.simulate import simulate as run_simulation
+        from jaxllm.simulate.fleet.autoscaler import AutoscalePolicy
+        from jaxllm.simulate.fleet.fleet_simulator import simulate_fleet
+        from jaxllm.simulate.fleet.replica_failures import ReplicaFailures
         from jaxllm.simulate.oversubscription import oversubscribe, oversubscription_text
         from jaxllm.simulate.pools import DisaggregatedPools, simulate_pools
         from jaxllm.simulate.routing import ROUTERS
@@ -137,6 +150,9 @@ def simulate(argv: list[str]) -> int:
         )  # fmt: skip
         chosen = MeshSpec.parse(mesh) if mesh else MeshSpec.parse(f"tensor={cluster.devices}")
         base = Deployment(config, cluster, chosen, sizes, weights, longest, host_seconds=host_ms / 1e3)
+        if replicas < 1:
+            raise UsageError(f"--replicas {replicas}: give 1 or more.")
+        base = replace(base, copies=replicas)
         deployment = base if pools is None else with_pools(base, pools, overlap, mesh)
         if pools is None and overlap != "none":
             raise UsageError("--overlap is simulated with an attention pool alone: give --pools, or leave it out.")
@@ -151,6 +167,13 @@ def simulate(argv: list[str]) -> int:
         policies = {"first-come": FirstCome, "priority": Priority, "fair": Fair, "shortest": Shortest}
         make_policy = None if policy == "first-come" else policies[policy]
 
+        failing = ReplicaFailures.parse(failures) if failures else None
+        scaling = AutoscalePolicy.parse(autoscale) if autoscale else None
+        if (failing or scaling) and (extra_servers or isinstance(deployment, DisaggregatedPools)):
+            raise UsageError(
+                "--failures and --autoscale are of whole engines at their full power; leave --extra-servers and pools "
+                "of prefill and decode out."
+            )
         if isinstance(deployment, DisaggregatedPools) and (extra_servers or router != "shortest-queue"):
             raise UsageError(
                 "engines of prefill and decode pools get the next request when they have the fewest, at their full "
@@ -165,6 +188,11 @@ def simulate(argv: list[str]) -> int:
             if isinstance(deployment, DisaggregatedPools):
                 return simulate_pools(deployment, what, policy=make_policy)
             host = 0.0 if clock is None else clock.host
+            if failing or scaling:
+                return simulate_fleet(
+                    deployment, what, failures=failing, autoscale=scaling, router=make_router(name),
+                    policy=make_policy, clock=clock, host=host,
+                )  # fmt: skip
             return run_simulation(
                 deployment, what, router=make_router(name), policy=make_policy, clock=clock, host=host
             )

@@ -21,9 +21,9 @@ import numpy as np
 
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.simulate.deployment import Deployment, DeploymentError
-from jaxllm.simulate.deployment_search import fit
 from jaxllm.simulate.pools import DisaggregatedPools, PoolSimulation, simulate_pools
 from jaxllm.simulate.request_trace import RequestTrace
+from jaxllm.simulate.search.deployment_search import fit
 from jaxllm.simulate.simulator import LATENCIES, ServiceObjective, Simulation, best_rate, simulate
 from sharding import MeshSpec
 from sharding.mesh import divisors

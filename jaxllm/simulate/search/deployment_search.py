@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.infer.engine_config import EngineConfig
+from jaxllm.infer.streaming.layer_store import units_of
 from jaxllm.models import DecoderConfig
 from jaxllm.plan.formulas.serving_step import PLAIN
 from jaxllm.plan.hardware import Cluster, Hardware
@@ -92,9 +93,9 @@ class DeploymentSearchResult:
 
 
 def meshes(model: DecoderConfig, devices: int, *, long: bool = False) -> Iterator[MeshSpec]:
-    """Serving meshes of engines whose devices divide a number: tensor, and expert or context where they may help.
+    """Serving meshes of engines whose devices divide a number: tensor, stage, expert, and context if it may help.
 
-    Data parallelism is several engines. Stages are not searched: an engine does not serve over them.
+    Data parallelism is several engines. Stages go with tensor alone, as in the engine.
 
     Args:
         model: architecture; ``expert`` is searched where it has experts.
@@ -106,6 +107,8 @@ def meshes(model: DecoderConfig, devices: int, *, long: bool = False) -> Iterato
     for size in divisors(devices):
         for tensor, expert in itertools.product(divisors(size), divisors(size)):
             context, rest = divmod(size, tensor * expert)
+            if expert == 1 and context > 1 and not rest and context <= len(units_of(model.segments)):
+                yield MeshSpec((("stage", context), *((("tensor", tensor),) if tensor > 1 else ())))
             if rest or (expert > 1 and (not experts or experts % expert)) or (context > 1 and (not long or latent)):
                 continue
             axes = (("expert", expert), ("context", context), ("tensor", tensor))

@@ -1,0 +1,1 @@
+"""Engines with pipeline stages in the serving simulator."""
