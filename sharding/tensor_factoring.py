@@ -4,8 +4,9 @@
     tensor     parts of heads and feed-forward width, which are their columns
 
 A weight ``W[D_features, F_tensor]`` is multiplied where it is (2D weight-stationary: GSPMD, arXiv:2105.04663, section
-5.1; arXiv:2211.05102, section 3.2.2). Optimus (arXiv:2104.05343) splits activations and weights in the same way. A
-collective of a layer crosses the devices of one of the two axes.
+5.1; arXiv:2211.05102, section 3.2.2). Colossal-AI (arXiv:2110.14883) and Optimus
+(arXiv:2104.05343) split activations and weights over two axes too. A collective of a layer crosses the devices of one
+of the two axes.
 """
 
 from __future__ import annotations
