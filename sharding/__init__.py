@@ -38,6 +38,7 @@ from sharding.ops import summed_axes as summed_axes
 from sharding.ops import take as take
 from sharding.ops import use_mesh as use_mesh
 from sharding.ops import use_rules as use_rules
+from sharding.ops import whole_rows as whole_rows
 from sharding.rules import DEFAULT as DEFAULT
 from sharding.rules import LogicalAxes as LogicalAxes
 from sharding.rules import Rules as Rules

@@ -25,6 +25,7 @@ AXES = {
     "context": "context parallelism: parts of the sequence (ring attention, or gathered keys); parameters as over fsdp",
     "expert": "expert parallelism: experts of a mixture-of-experts layer; outside it, as fsdp",
     "ulysses": "parts of the sequence, exchanged for heads inside attention (all-to-all); parameters as over fsdp",
+    "features": "2D tensor parallelism: parts of the features of the residual stream, beside tensor inside layers",
     "tensor": "tensor parallelism (Megatron): parts of heads, feed-forward width and vocabulary",
 }
 

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from sharding import collective_matmul, int8_gather, partial_sums
 from sharding.mesh import ShardingError
-from sharding.rules import DEFAULT, LogicalAxes, Rules, mesh_axes_of, split_sizes, without_axes
+from sharding.rules import DEFAULT, FEATURES, LogicalAxes, Rules, mesh_axes_of, split_sizes, without_axes
 from sharding.star_sum import star_sum
 
 GATHERED_WEIGHT = "gathered_weight"
@@ -35,6 +35,9 @@ MatmulFn = Callable[[Array, Array, int, PartitionSpec | None], Array]
 
 ShardMatmulFn = Callable[..., Array]
 """Matmul ``(x, *arrays of the weight, over, tokens) -> result`` of one device's shards; see ``project_by_shard``."""
+
+_BESIDE = {"heads": "act_heads", "kv_heads": "act_kv_heads", "mlp": "act_mlp"}
+"""Logical axes of activations, by those of the columns of the weights that compute them."""
 
 _rules: ContextVar[Rules] = ContextVar("sharding_rules", default=DEFAULT)
 
@@ -101,6 +104,20 @@ def fan_out(x: Array, *logical: str | None, over: str, what: str = "activation")
     if not _supports_unreduced(mesh):
         return jax.sharding.reshard(x, there)
     return jax.sharding.reshard(x, jax.P(*there, reduced=frozenset(axis_names(over)) - mesh_axes_of(there)))
+
+
+def whole_rows(x: Array, *, over: str) -> Array:
+    """Hidden states with all features on each device, for a matrix whose rows are split over the axes of ``over``.
+
+    Unchanged where no mesh axis splits features. Gradients are reduce-scattered over ``features``, and then summed over
+    the other axes (2D tensor parallelism).
+    """
+    mesh = current_mesh()
+    if mesh is None or split_sizes(mesh).get(FEATURES, 1) == 1:
+        return x
+    x, there = fan_out(x, "batch", "seq", "act_embed", over=over), spec("batch", "seq", None)
+    reduced = frozenset(axis_names(over)) if _supports_unreduced(mesh) else frozenset()
+    return jax.sharding.reshard(x, jax.P(*there, reduced=reduced))
 
 
 def einsum(equation: str, *operands: Array, out: LogicalAxes, what: str = "activation") -> Array:
@@ -210,8 +227,8 @@ def project(
         matmul = multiply or (lambda x, w, *_: multiply_rows(lambda x: x @ w, x))
         return matmul(rows, w.reshape(rows.shape[1], -1), 1, None).reshape(*tokens, *columns)
     matmul = multiply or _dot
-    w = _reduced_over_tokens(x, w, contract)
-    there = current_rules().spec(out, mesh, what=what)
+    x, w = _inputs_there(x, w, contract), _reduced_over_tokens(x, w, contract)
+    there = current_rules().spec(out, mesh, (*x.shape[: x.ndim - contract], *w.shape[contract:]), what=what)
     if not (summed := summed_axes(w, contract)) & mesh_axes_of(there):
         if _goes_through_star(summed, x, w, there, contract):
             return _through_star(lambda x, w: matmul(x, w, contract, None), x, (w,), there, contract)
@@ -227,6 +244,20 @@ def project(
     # is then an all-gather of the cotangent and one matmul with the whole of x.
     parts = jax.P(*without_axes(there, summed), unreduced=summed if _supports_unreduced(mesh) else frozenset())
     return checkpoint_name(jax.sharding.reshard(matmul(x, w, contract, parts), there), SCATTERED_SUM)
+
+
+def _inputs_there(x: Array, w: Array, contract: int) -> Array:
+    """Activations all-gathered over ``features``, where it splits their inputs further than those of the weight.
+
+    Where it splits the outputs of the weight, their gradient is partial sums there, and is reduce-scattered.
+    """
+    kept, own = jax.typeof(x).sharding.spec, x.ndim - contract
+    extra = (mesh_axes_of(kept.partitions[own:]) - summed_axes(w, contract)) & {FEATURES}
+    if not extra:
+        return x
+    late = extra & mesh_axes_of(jax.typeof(w).sharding.spec.partitions[contract:])
+    late = late if _supports_unreduced(jax.sharding.get_abstract_mesh()) else frozenset()
+    return jax.sharding.reshard(x, jax.P(*without_axes(jax.P(*kept.partitions), extra), reduced=kept.reduced | late))
 
 
 def _reduced_over_tokens(x: Array, w: Array, contract: int) -> Array:
@@ -416,6 +447,9 @@ def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, 
     stored, rules = jax.typeof(w).sharding.spec, current_rules()
     if stored.reduced and not rules.between_steps:
         return w
+    if not unreduced_grad and mesh.shape.get(FEATURES, 1) > 1:
+        # Biases and gains are added to and multiplied with activations, whose heads and width are split further.
+        logical = tuple(_BESIDE.get(name or "", name) for name in logical)
     whole = rules.spec(logical, mesh, w.shape, gathered=True, what=what)
     if stored.reduced and stored.partitions == whole.partitions:
         return w

@@ -18,6 +18,9 @@ from sharding.mesh import AXES, ShardingError, divisors
 
 LogicalAxes = tuple[str | None, ...]
 
+FEATURES = "features"
+"""Mesh axis of 2D tensor parallelism: weights that are split over it are multiplied there, and not all-gathered."""
+
 
 def mesh_axes_of(parts: Iterable[Any]) -> frozenset[str]:
     """Mesh axes of (a part of) a partition spec."""
@@ -72,7 +75,7 @@ class Rules:
     table: tuple[tuple[str, tuple[str, ...]], ...]
     storage: tuple[str, ...] = ("embed", "vocab_embed", "expert_embed", "latent")
     replicable: tuple[str, ...] = ("kv_heads", "act_kv_heads", "attn_kv_heads")
-    where_divisible: tuple[tuple[str, str], ...] = ()
+    where_divisible: tuple[tuple[str, str], ...] = (("act_kv_heads", FEATURES),)
     rings: tuple[str, ...] = ()
     two_level: bool = True
     between_steps: tuple[str, ...] = ()
@@ -132,7 +135,7 @@ class Rules:
         Args:
             logical: one logical axis (or None) per dimension.
             shape: shape of the array, to check divisibility.
-            gathered: leave out the axes of ``storage``: the spec of an all-gathered weight.
+            gathered: leave out the axes of ``storage``, except ``features``: the spec of an all-gathered weight.
             what: name of the array, for messages.
 
         Raises:
@@ -146,8 +149,9 @@ class Rules:
         used: dict[str, str] = {}
         parts: list[str | tuple[str, ...] | None] = []
         for dim, name in enumerate(logical):
-            axes = () if name is None or (gathered and name in self.storage) else self.mesh_axes(name)
-            axes = tuple(a for a in axes if sizes.get(a, 1) > 1)
+            axes = () if name is None else self.mesh_axes(name)
+            whole = gathered and name in self.storage
+            axes = tuple(a for a in axes if sizes.get(a, 1) > 1 and not (whole and a != FEATURES))
             if shape is not None and axes:
                 axes = self._fit(name or "", axes, shape[dim], mesh, what)
             for a in axes:
@@ -194,23 +198,23 @@ DEFAULT = Rules(
         ("batch", ("replica", "data", "local", "fsdp", "expert")),
         ("seq", ("context", "ulysses")),
         ("residual_seq", ("context", "ulysses")),
-        ("act_embed", ()),
-        ("act_heads", ("tensor",)),
-        ("act_kv_heads", ("tensor",)),
-        ("act_mlp", ("tensor",)),
-        ("act_vocab", ("tensor",)),
+        ("act_embed", ("features",)),
+        ("act_heads", ("tensor", "features")),
+        ("act_kv_heads", ("tensor", "features")),
+        ("act_mlp", ("tensor", "features")),
+        ("act_vocab", ("tensor", "features")),
         # Inside attention, where the all-to-all of Ulysses exchanges parts of the sequence for parts of the heads.
         ("attn_seq", ("context",)),
         ("attn_kv_seq", ("context",)),
-        ("attn_heads", ("tensor", "ulysses")),
-        ("attn_kv_heads", ("tensor", "ulysses")),
+        ("attn_heads", ("tensor", "features", "ulysses")),
+        ("attn_kv_heads", ("tensor", "features", "ulysses")),
         # Pages of a paged KV cache: those of replicas.
         ("pages", ("replica", "data", "local", "fsdp", "expert")),
         # Parameters.
         ("layers", ()),
         ("vocab", ("tensor",)),
-        ("embed", ("fsdp", "expert", "context", "ulysses")),
-        ("vocab_embed", ("fsdp", "expert", "context", "ulysses")),
+        ("embed", ("features", "fsdp", "expert", "context", "ulysses")),
+        ("vocab_embed", ("features", "fsdp", "expert", "context", "ulysses")),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
         ("head_dim", ()),
@@ -219,7 +223,7 @@ DEFAULT = Rules(
         # Parameters of experts.
         ("experts", ("expert",)),
         ("expert_embed", ("fsdp", "context", "ulysses")),
-        ("expert_mlp", ("tensor",)),
+        ("expert_mlp", ("tensor", "features")),
         # Tokens in a router and among experts: as elsewhere, but for a folding.
         ("router_seq", ("context", "ulysses")),
         ("expert_batch", ("replica", "data", "local", "fsdp", "expert")),

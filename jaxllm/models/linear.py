@@ -164,6 +164,9 @@ def vocabulary_logits(
 ) -> Float[Array, "B S V"]:
     """Matmul of hidden states and every row of a gathered output matrix of any kind."""
     if isinstance(weight, jax.Array):
+        if sharding.axis_size("act_embed") > 1:
+            x = sharding.whole_rows(x, over="act_vocab")
+            weight = sharding.constrain(weight, "act_vocab", None)
         return sharding.multiply_rows(lambda x: sharding.einsum("bsd,vd->bsv", x, weight, out=out), x, 2)
     return weight.logits(x, out)
 

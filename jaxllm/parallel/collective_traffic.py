@@ -101,6 +101,7 @@ class _Step:
             "a tied embedding": config.tied,
             "learned positions": config.learned_positions is not None,
             "experts folded with a split sequence, their width over tensor and axes that split tokens": self._mixes(),
+            "experts with 2D tensor parallelism": bool(self._rows()) and bool(config.mixtures),
             'experts folded beside overlap = "ring"': self._folded() is not None and self.plan.overlap == "ring",
         }
         names = [name for name, is_so in unknown.items() if is_so]
@@ -119,7 +120,7 @@ class _Step:
     def _mixes(self) -> bool:
         """Whether the experts' width is split over ``tensor`` and others, and the sequence over ``tensor`` too."""
         width = self._width()
-        return self.plan.sequence and "tensor" in width and len(width) > 1
+        return self._folded() is not None and self.plan.sequence and "tensor" in width and len(width) > 1
 
     def _width(self) -> tuple[str, ...]:
         """Mesh axes that the width of experts is split over."""
@@ -251,7 +252,12 @@ class _Step:
         config, micro = self.model.config, self.accumulate
         tokens = self.rows * self.seq_len // self.size(self.axes(*TOKENS))
         for block, layers in Counter(config.blocks).items():
-            for one in (*self._residual(block, tokens), *self._attention(block, tokens), *self._experts(block, tokens)):
+            for one in (
+                *self._residual(block, tokens),
+                *self._rows_of_layer(block, tokens),
+                *self._attention(block, tokens),
+                *self._experts(block, tokens),
+            ):
                 yield replace(one, count=one.count * layers * micro)
         for one in (*self._ends(tokens), *self._arranged()):
             yield replace(one, count=one.count * micro)
@@ -270,7 +276,7 @@ class _Step:
         The recomputation of a block leaves out the collectives whose results the backward pass does not need. Experts
         whose width is not split over ``tensor`` alone have others (``_experts``).
         """
-        tensor, stream = self.axes("act_heads"), self._bytes(tokens, self.model.config.embed_dim)
+        tensor, stream = self._columns(), self._bytes(tokens, self.model.config.embed_dim) // self.size(self._rows())
         if block.mlp.mixture is not None and self._width() != tensor:
             gathers, sums = 1 + self.passes, 1 + self.passes
         else:
@@ -288,11 +294,52 @@ class _Step:
         else:
             yield ExpectedCollective("all-reduce", tensor, sums, stream, "activations")
 
+    def _rows(self) -> tuple[str, ...]:
+        """Mesh axes that the residual stream's features are split over (2D tensor parallelism)."""
+        return self.axes("act_embed")
+
+    def _columns(self) -> tuple[str, ...]:
+        """Mesh axes that heads and width of a layer's weights are split over."""
+        return self.axes("heads")
+
+    def _rows_of_layer(self, block: BlockConfig, tokens: int) -> Iterator[ExpectedCollective]:
+        """Collectives over ``features`` of a dense block: sums of projections, gathers of what they are used for.
+
+        Results of q, k, v, gate and up are reduce-scattered; results of attention and inner activations all-gathered
+        before the matmul that they enter. Backward: the other of the two, in reverse. Norms sum their squares.
+        """
+        if not (rows := self._rows()):
+            return
+        attention, columns, passes = block.attention, self.size(self._columns()), self.passes
+        queries, inner = attention.heads * attention.key_dim, block.mlp.inner_widths(self.model.config.embed_dim)
+        values = attention.kv_heads * (attention.key_dim + attention.value_dim)
+        first = self._bytes(tokens, (queries + values + inner["gate"] + inner["up"]) // columns)
+        second = self._bytes(tokens, (attention.heads * attention.value_dim + inner["up"]) // columns)
+        yield ExpectedCollective("reduce-scatter", rows, passes, first, "projections")
+        yield ExpectedCollective("all-gather", rows, 1, first, "their gradients")
+        yield ExpectedCollective("all-gather", rows, passes, second, "inputs of the last matmuls")
+        yield ExpectedCollective("reduce-scatter", rows, 1, second, "their gradients")
+        yield from self._norms(2, passes, tokens)
+
+    def _norms(self, count: int, passes: int, tokens: int) -> Iterator[ExpectedCollective]:
+        """Sums of squares of RMSNorms over split features, forward and backward."""
+        wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
+        here = tokens // self.size(self._columns()) if self.plan.sequence else tokens
+        yield ExpectedCollective("all-reduce", self._rows(), count * (passes + 1), here * wide, "norms")
+
     def _ends(self, tokens: int) -> Iterator[ExpectedCollective]:
         """Collectives of the embedding and the loss, whose vocabulary is split."""
-        tensor, stream = self.axes("act_vocab"), self._bytes(tokens, self.model.config.embed_dim)
+        tensor, rows = self._columns(), self._rows()
+        stream = self._bytes(tokens, self.model.config.embed_dim) // self.size(rows)
         wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
-        yield ExpectedCollective("all-reduce", tensor, 1, 3 * tokens * wide, "softmax over the vocabulary")
+        vocab = self.axes("act_vocab")
+        yield ExpectedCollective("all-reduce", vocab, 1, 3 * tokens * wide, "softmax over the vocabulary")
+        if rows:
+            yield ExpectedCollective("all-gather", rows, 1, stream * self.size(rows), "loss")
+            yield ExpectedCollective("reduce-scatter", rows, 1, stream * self.size(rows), "loss, backward")
+            head = self._bytes(self.model.config.vocab_size, self.model.config.embed_dim) // self.size(vocab)
+            yield ExpectedCollective("all-to-all", rows, 2, head, "output matrix by vocabulary alone, its gradient")
+            yield from self._norms(1, 1, tokens)
         if self.plan.sequence:
             yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "embedding")
             yield ExpectedCollective("all-gather", tensor, 2, stream, "embedding, backward, and loss")

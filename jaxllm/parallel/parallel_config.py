@@ -13,8 +13,9 @@ import sharding
 from jaxllm.parallel.pipeline.offload_bands import OffloadedChunks
 from jaxllm.parallel.pipeline.schedule_generators import Name, default_chunks
 from pallas_kernels.ring_attention.layout import Layout
-from sharding import Rules
+from sharding import MeshSpec, Rules
 from sharding.folding import Folding
+from sharding.tensor_factoring import TensorFactoring
 
 OUTER = ("local", "data")
 """Mesh axes of the outer levels of 3-level ZeRO, the innermost first."""
@@ -39,6 +40,9 @@ class ParallelConfig:
             the parts over ``data``, all-gather over ``local`` (HFReduce, arXiv:2408.14158); on several slices or nodes
             a mesh without ``local`` gets it: its ``data`` is split by them. "flat": one all-reduce over both. "auto":
             two levels where the mesh has ``local``, or ``data`` spans several TPU slices with several devices in each.
+        tensor: tensor parallelism over the mesh axis ``tensor``: "1d" (Megatron, arXiv:1909.08053); "2d" factors the
+            axis near-square into parts of the residual stream's features and parts of heads and width, "2x4" into so
+            many of each (``sharding.tensor_factoring``).
         sequence: sequence parallelism (Megatron, arXiv:2205.05198): the residual stream and the norms are split by
             sequence over ``tensor`` as well; less memory for the same communication.
         overlap: with ``sequence``, "compiler" leaves the all-gathers before a layer's matmuls and the reduce-scatters
@@ -67,6 +71,7 @@ class ParallelConfig:
     zero: Literal[1, 2, 3, "3level"] = 3
     gather: Literal["plain", "int8"] = "plain"
     reduce: Literal["auto", "two_level", "flat"] = "auto"
+    tensor: str = "1d"
     sequence: bool = False
     overlap: Literal["compiler", "ring"] = "compiler"
     context: Literal["ring", "all_gather", "by_need"] = "ring"
@@ -97,6 +102,7 @@ class ParallelConfig:
                 "slot 0."
             )
         self.folding()
+        self.factoring()
 
     def folding(self) -> Folding | None:
         """Factoring of the devices for experts, or None.
@@ -105,6 +111,23 @@ class ParallelConfig:
             ShardingError: ``experts`` is not written as one.
         """
         return Folding.parse(self.experts) if self.experts else None
+
+    def factoring(self) -> TensorFactoring | None:
+        """Factoring of the mesh axis ``tensor``, or None.
+
+        Raises:
+            ShardingError: ``tensor`` is not written as one.
+        """
+        return None if self.tensor == "1d" else TensorFactoring.parse(self.tensor)
+
+    def factored(self, mesh: MeshSpec) -> MeshSpec:
+        """Mesh with ``tensor`` factored in two, where the plan has it so; all sizes are known.
+
+        Raises:
+            ShardingError: it does not factor so; names what does.
+        """
+        factoring = self.factoring()
+        return mesh if factoring is None else factoring.on(mesh)
 
     def rules(self, base: Rules = sharding.DEFAULT) -> Rules:
         """Sharding rules of this plan: logical axes to mesh axes."""
@@ -131,7 +154,11 @@ class ParallelConfig:
         stored = ("vocab_embed",) if self.in_place else ("vocab_embed", "embed", "expert_embed")
         axes = {name: tuple(a for axis in base.mesh_axes(name) for a in _after_fsdp(axis)) for name in stored}
         staged = base.override(**axes, layers=("stage",) if self.in_place else ())
-        return replace(staged, where_divisible=(("vocab_embed", "stage"),)) if self.in_place else staged
+        return (
+            replace(staged, where_divisible=(*staged.where_divisible, ("vocab_embed", "stage")))
+            if self.in_place
+            else staged
+        )
 
     @property
     def in_place(self) -> bool:

@@ -228,13 +228,20 @@ def meshes(run: RunConfig, cluster: Cluster, documents: DocumentBatch | None = N
         names.append("context")
     if is_mixture(run):
         names.append("expert")
+    if run.parallel.tensor != "1d":  # 2D tensor parallelism is tried where the run asks for it
+        names.append("features")
     names.append("tensor")
     outside = cluster.topology.slices
     for sizes in factorings(devices, len(names)):
         size = dict(zip(names, sizes, strict=True))
-        if size["tensor"] > neighbours or size.get("stage", 1) > min(64, run.model.layers):
+        columns = size["tensor"] * size.get("features", 1)
+        if (
+            columns > neighbours
+            or size.get("features", 1) > size["tensor"]
+            or size.get("stage", 1) > min(64, run.model.layers)
+        ):
             continue
-        if is_mixture(run) and size["expert"] * size["tensor"] > devices:
+        if is_mixture(run) and size["expert"] * columns > devices:
             continue
         ways = size["data"] * size["fsdp"] * size.get("expert", 1)
         if run.data.batch_size % ways:
@@ -266,7 +273,7 @@ def _by_need(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Iterator[
     """Candidate runs with context by need: slots as long as micro-batches of all sizes make them."""
     sequence = dict(mesh.axes).get("tensor", 1) > 1
     plan = dataclasses.replace(
-        run.parallel, context="by_need", slot=0, sequence=sequence, overlap="compiler", experts=experts
+        run.parallel, context="by_need", slot=0, tensor="1d", sequence=sequence, overlap="compiler", experts=experts
     )
     for n in range(1, MOST_MICRO_BATCHES + 1):
         if run.data.batch_size % n == 0 and _legal(run, plan, mesh, n):
@@ -305,6 +312,7 @@ def _families_of(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Itera
     micro = [n for n in range(1, MOST_MICRO_BATCHES + 1) if rows % n == 0]
     plan = dataclasses.replace(
         run.parallel,
+        tensor="1d",
         sequence=size.get("tensor", 1) > 1,
         overlap="compiler",
         context="ring",

@@ -448,6 +448,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "the micro-steps of a batch follow from its documents",
         "set accumulate to 1, or parallel.slot to 0",
     ),
+    *(
+        Refusal(one, "2D tensor parallelism", why, 'set parallel.tensor to "1d", and leave features out of the mesh')
+        for one, why in (
+            ("pipeline", "stages store embedding and head by the features that it splits"),
+            ("ring matmuls", "a ring overlaps the sums over one mesh axis, and a matmul would have those of two"),
+            ("folded experts", "a folding is of whole mesh axes, and of tensor there would be two"),
+            ("FP4 matmuls", "blocks that are rotated and share a scale would be cut by the shards of features"),
+        )
+    ),
     Refusal("no experts", "folded experts", "there is nothing to fold", "leave parallel.experts empty"),
     Refusal(
         "pipeline",

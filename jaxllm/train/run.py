@@ -72,7 +72,8 @@ from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import ValueAndGrad, jit_split_step, jit_step
 from pallas_kernels.ring_attention import order
-from sharding import MeshSpec, shardings_of
+from sharding import MeshSpec, ShardingError, shardings_of
+from sharding.tensor_factoring import legal
 
 
 class StepPrograms:
@@ -428,7 +429,7 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
         ShardingError: the parameters or the batch do not fit it; lists the nearest meshes that they do.
         ConfigError: settings do not go together (``jaxllm.train.combinations``).
     """
-    mesh = resolve(MeshSpec.parse(config.mesh), num_devices, mesh_check(config, model))
+    mesh = factored_mesh(config, model, MeshSpec.parse(config.mesh), num_devices)
     trained_params(config, model)  # raises for a pattern that matches nothing
     check_combinations(config, dict(mesh.axes), platform)
     check_reference(config)
@@ -437,11 +438,48 @@ def fitting_mesh(config: RunConfig, model: Functional, num_devices: int, platfor
     return mesh
 
 
+def factored_mesh(config: RunConfig, model: Functional, mesh: MeshSpec, num_devices: int) -> MeshSpec:
+    """Mesh with all sizes, and with the axis ``tensor`` factored in two where the run asks for it.
+
+    Raises:
+        ShardingError: the run does not fit it; lists the nearest factorings and meshes that it does.
+    """
+    try:
+        return config.parallel.factored(resolve(mesh, num_devices, mesh_check(config, model)))
+    except ShardingError as error:
+        if config.parallel.tensor == "1d":
+            raise
+        fitting = _fitting_factorings(config, model, mesh, num_devices)
+        if not fitting:
+            raise
+        said = ", ".join(f'"{one}"' for one in fitting)
+        raise ShardingError(f"{error} With parallel.tensor one of {said} the mesh {mesh} fits.") from error
+
+
+def _fitting_factorings(config: RunConfig, model: Functional, mesh: MeshSpec, num_devices: int) -> list[str]:
+    """Values of ``parallel.tensor`` with which the run fits a mesh of so many devices."""
+    try:
+        resolved = mesh.resolve(num_devices)
+    except ShardingError:
+        return []
+    found = []
+    for tensor in (*map(str, legal(dict(resolved.axes).get("tensor", 1))), "1d"):
+        try:
+            other = replace(config, parallel=replace(config.parallel, tensor=tensor))
+            mesh_check(other, model)(resolved.abstract())
+        except ValueError:
+            continue
+        found.append(tensor)
+    return found
+
+
 def mesh_check(config: RunConfig, model: Functional) -> Callable[[AbstractMesh], None]:
     """Function that raises ValueError for a mesh that a run's model or batch does not fit."""
     shapes, axes = model.abstract(), model.logical_axes()
 
     def fits(mesh: AbstractMesh) -> None:
+        if config.parallel.tensor != "1d":
+            mesh = config.parallel.factored(MeshSpec(tuple(mesh.shape.items()))).abstract()
         if (stages := mesh.shape.get("stage", 1)) > 1:
             pipeline_plan(config, stages)
         check_batch(config, mesh, model.rules)

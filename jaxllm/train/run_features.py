@@ -136,6 +136,12 @@ FEATURES: dict[str, Feature] = {
     ),
     "ZeRO 1 or 2": Feature(lambda run, _: run.parallel.zero in (1, 2), _zero),
     "3-level ZeRO": Feature(lambda run, _: run.parallel.zero == "3level", _zero),
+    "2D tensor parallelism": Feature(
+        lambda run, sizes: run.parallel.tensor != "1d" or sizes.get("features", 1) > 1,
+        lambda run: (
+            f"the mesh {run.mesh!r}" if run.parallel.tensor == "1d" else f'parallel.tensor = "{run.parallel.tensor}"'
+        ),
+    ),
     "int8 gathers": Feature(
         lambda run, _: run.parallel.gather == "int8", lambda run: f'parallel.gather = "{run.parallel.gather}"'
     ),

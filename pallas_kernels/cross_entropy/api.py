@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._dispatch import Implementation, dispatch
 from pallas_kernels.cross_entropy.bands import cross_entropy_bands
+from pallas_kernels.cross_entropy.blockwise import axes_of
 from pallas_kernels.cross_entropy.reference import cross_entropy_reference
 from pallas_kernels.cross_entropy.xla import cross_entropy_xla
 
@@ -59,7 +60,7 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    vocab_axis: str | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
     chunk: int | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, ""], CrossEntropyStats]:
@@ -75,8 +76,9 @@ def linear_cross_entropy(
         weights: loss weight of each token (loss mask); zero for tokens without a target.
         z_loss: weight of the squared log-partition function.
         softcap: soft cap: logits become ``softcap * tanh(logits / softcap)`` (arXiv:2408.00118, section 2).
-        vocab_axis: mesh axis over which the vocabulary is split. Requires a ``jax.shard_map`` that checks varying axes
-            (its default) in which ``head`` varies over that axis; the sums are replicated over its shards.
+        vocab_axis: mesh axis, or axes, the outermost first, over which the vocabulary is split. Requires a
+            ``jax.shard_map`` that checks varying axes (its default) in which ``head`` varies over that axis; the sums
+            are replicated over its shards.
         chunk: number of tokens whose logits are held at a time; None chooses.
         implementation: "xla_bands", "xla", "pallas_tpu", "pallas_gpu" or "reference"; see ``pallas_kernels._dispatch``.
 
@@ -93,19 +95,20 @@ def linear_cross_entropy(
         raise ValueError(f"linear_cross_entropy: chunk = {chunk}; it must be at least 1 token, or None.")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"linear_cross_entropy: softcap = {softcap}; give a positive number, or None for none.")
-    if vocab_axis is not None and vocab_axis in varying_axes(weights, targets):
+    split = axes_of(vocab_axis)
+    if split & varying_axes(weights, targets):
         raise ValueError(
             f"linear_cross_entropy: targets or weights vary over vocab_axis {vocab_axis!r}; every slice of the "
             "vocabulary must see the same tokens."
         )
-    if vocab_axis is not None and vocab_axis not in varying_axes(head):
+    if not split <= varying_axes(head):
         raise ValueError(
             f"linear_cross_entropy: head does not vary over vocab_axis {vocab_axis!r} (it does over "
             f"{sorted(varying_axes(head))}); call inside jax.shard_map with check_vma=True "
             "and head split over that axis."
         )
     axes = varying_axes(hidden, head, targets, weights)
-    over_tokens = axes - {vocab_axis}
+    over_tokens = axes - split
     loss, nll_sum, z_sum = dispatch(
         "linear_cross_entropy",
         IMPLEMENTATIONS,

@@ -39,7 +39,7 @@ def cross_entropy_bands(
     *,
     z_loss: float,
     softcap: float | None,
-    vocab_axis: str | None,
+    vocab_axis: str | tuple[str, ...] | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Fused cross-entropy over vocabulary bands: (loss, sum of nll, sum of lse^2); see ``linear_cross_entropy``."""

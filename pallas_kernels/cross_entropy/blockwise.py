@@ -21,12 +21,17 @@ NO_TARGET = -1
 """Local index of a token whose target is not in this shard's slice of the vocabulary."""
 
 
+def axes_of(vocab_axis: str | tuple[str, ...] | None) -> frozenset[str]:
+    """Mesh axes over which the vocabulary is split."""
+    return frozenset([vocab_axis] if isinstance(vocab_axis, str) else vocab_axis or ())
+
+
 class LossOptions(NamedTuple):
     """Static options of the loss, the nondifferentiable argument of ``sums``."""
 
     z_loss: float
     softcap: float | None
-    vocab_axis: str | None
+    vocab_axis: str | tuple[str, ...] | None
 
 
 class SoftmaxStats(NamedTuple):

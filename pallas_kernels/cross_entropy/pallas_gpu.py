@@ -44,7 +44,7 @@ def cross_entropy_pallas_gpu(
     *,
     z_loss: float,
     softcap: float | None,
-    vocab_axis: str | None,
+    vocab_axis: str | tuple[str, ...] | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Fused cross-entropy on GPUs; see ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).

@@ -46,7 +46,7 @@ def cross_entropy_pallas_tpu(
     *,
     z_loss: float,
     softcap: float | None,
-    vocab_axis: str | None,
+    vocab_axis: str | tuple[str, ...] | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Fused cross-entropy on TPUs; see ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).

@@ -18,7 +18,7 @@ def cross_entropy_reference(
     *,
     z_loss: float,
     softcap: float | None,
-    vocab_axis: str | None,
+    vocab_axis: str | tuple[str, ...] | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Reference cross-entropy; see ``linear_cross_entropy``: (loss, sum of nll, sum of squared lse).

@@ -20,7 +20,7 @@ from pallas_kernels._compat import vary_over, varying_axes
 from pallas_kernels._pallas import MASK_VALUE
 from pallas_kernels.cross_entropy import config
 from pallas_kernels.cross_entropy.bands import fold_blocks, is_target, slice_rows, update_rows
-from pallas_kernels.cross_entropy.blockwise import LossOptions, apply_softcap, local_targets
+from pallas_kernels.cross_entropy.blockwise import LossOptions, apply_softcap, axes_of, local_targets
 
 
 def linear_token_logprobs(
@@ -28,7 +28,7 @@ def linear_token_logprobs(
     head: Float[Array, "V D"],
     targets: Int[Array, " T"],
     softcap: float | None = None,
-    vocab_axis: str | None = None,
+    vocab_axis: str | tuple[str, ...] | None = None,
     *,
     chunk: int | None = None,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
@@ -39,8 +39,8 @@ def linear_token_logprobs(
         head: output matrix; with ``vocab_axis``, this shard's rows of it, slices in the order of the axis.
         targets: token ids. A target outside [0, vocabulary) counts as a logit of zero: mask what comes of it.
         softcap: soft cap of the logits, as in ``linear_cross_entropy``.
-        vocab_axis: mesh axis over which the vocabulary is split, as in ``linear_cross_entropy``; the results are
-            replicated over its shards.
+        vocab_axis: mesh axis or axes over which the vocabulary is split, as in ``linear_cross_entropy``; the results
+            are replicated over its shards.
         chunk: number of tokens of a tile; None chooses.
 
     Returns:
@@ -53,7 +53,8 @@ def linear_token_logprobs(
         raise ValueError(f"linear_token_logprobs: chunk = {chunk}; it must be at least 1 token, or None.")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"linear_token_logprobs: softcap = {softcap}; give a positive number, or None for none.")
-    if vocab_axis is not None and (vocab_axis not in varying_axes(head) or vocab_axis in varying_axes(targets)):
+    split = axes_of(vocab_axis)
+    if not split <= varying_axes(head) or split & varying_axes(targets):
         raise ValueError(
             f"linear_token_logprobs: head must vary over vocab_axis {vocab_axis!r}, and targets must not; call inside "
             "jax.shard_map with check_vma=True, head split over that axis and targets replicated."
@@ -61,7 +62,7 @@ def linear_token_logprobs(
     axes = varying_axes(hidden, head, targets)
     chunk = chunk or config.chunk_tokens(hidden.shape[0])
     tiles = _Tiles(chunk, config.band_vocab(chunk, head.shape[0]), LossOptions(0.0, softcap, vocab_axis))
-    return _logprobs(tiles, vary_over(hidden, axes), vary_over(head, axes), vary_over(targets, axes - {vocab_axis}))
+    return _logprobs(tiles, vary_over(hidden, axes), vary_over(head, axes), vary_over(targets, axes - split))
 
 
 class _Tiles(NamedTuple):

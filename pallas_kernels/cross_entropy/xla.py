@@ -28,7 +28,7 @@ class ChunkedLossOptions(NamedTuple):
 
     z_loss: float
     softcap: float | None
-    vocab_axis: str | None
+    vocab_axis: str | tuple[str, ...] | None
     chunk: int
 
 
@@ -48,7 +48,7 @@ def cross_entropy_xla(
     *,
     z_loss: float,
     softcap: float | None,
-    vocab_axis: str | None,
+    vocab_axis: str | tuple[str, ...] | None,
     chunk: int | None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Fused cross-entropy over token chunks: (loss, sum of nll, sum of squared lse); see ``linear_cross_entropy``."""

@@ -119,6 +119,7 @@ SETTINGS: dict[str, Setting] = {
     "pipeline offload": _parallel(offload=0.5),
     "ZeRO 1 or 2": _parallel(zero=1),
     "3-level ZeRO": _all(_axis("data"), _parallel(zero="3level")),
+    "2D tensor parallelism": _axis("features"),
     "int8 gathers": _parallel(gather="int8"),
     "context parallelism": _axis("context"),
     "rings": _axis("context"),

@@ -35,6 +35,7 @@ _WHY = {
     "replica": "replicas have parameters of their own; give its devices to data",
     "local": "it divides the sums of gradients; give its devices to data",
     "stage": "one program has all layers; pipeline stages are of Engine.of, which makes a StagedRunner",
+    "features": "2D tensor parallelism is of training; give its devices to tensor",
     "ulysses": "the all-to-all between heads and tokens is not supported; use context instead",
 }
 

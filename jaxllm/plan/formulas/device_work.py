@@ -102,6 +102,7 @@ class DeviceWork:
             parallelism).
         row: sequence length.
         tensor: tensor parallelism: number of shards of heads and widths.
+        features: 2D tensor parallelism: number of shards of the residual stream's features; a factor of ``tensor``.
         expert_tokens: tokens of a micro-batch that the device sends to experts: as ``tokens``, but for a folding.
         expert_tensor: number of shards of the experts' width.
         stages: pipeline stages; 1 without a pipeline.
@@ -124,6 +125,7 @@ class DeviceWork:
     micro_batches: int
     pairs: float = 0.0
     rings: RingShare = WHOLE
+    features: int = 1
 
     @classmethod
     def of(cls, run: RunConfig, mesh: MeshSpec) -> DeviceWork:
@@ -142,11 +144,12 @@ class DeviceWork:
             count("batch", "seq"),
             count("batch", "residual_seq"),
             run.data.seq_len,
-            sizes.get("tensor", 1),
+            sizes.get("tensor", 1) * sizes.get("features", 1),
             count("expert_batch", "expert_seq"),
             _ways(mesh.abstract(), rules.mesh_axes("expert_mlp")),
             stages,
             run.accumulate,
+            features=sizes.get("features", 1),
         )
 
     @property
@@ -179,7 +182,7 @@ class DeviceWork:
 
     def stream_bytes(self) -> int:
         """Bytes of the residual stream of a micro-batch."""
-        return self.residual_tokens * self.run.model.embed_dim * self.width
+        return self.residual_tokens * self.run.model.embed_dim * self.width // self.features
 
     def inner_widths(self, block: BlockConfig) -> dict[str, float]:
         """Widths of a block's inner activations, per token on one device; heads and MLP are split over tensor."""

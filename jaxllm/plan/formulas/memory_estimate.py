@@ -330,7 +330,7 @@ def _working(work: DeviceWork, topology: Topology) -> float:
         heads * vocabulary
         + copies.weights * weights * (work.run.parallel.zero in (3, "3level") or work.stages > 1)
         + copies.inner * inner * work.tokens * work.width
-        + streams * work.tokens * config.embed_dim * work.width
+        + streams * work.tokens * config.embed_dim // work.features * work.width
         + copies.scores * max((work.score_block(b) for b in plain), default=0.0) * 4
         + max(_experts(work, b, copies) for b in work.blocks)
     )

@@ -25,7 +25,7 @@ from jaxllm.models import Functional, Segments
 from jaxllm.train.step.routing_losses import RoutingSums
 from pallas_kernels.cross_entropy import linear_cross_entropy, linear_token_logprobs
 
-HIDDEN = ("batch", "seq", "act_embed")
+HIDDEN = ("batch", "seq", None)
 TOKENS = ("batch", "seq")
 
 
@@ -169,14 +169,14 @@ def sharded_loss_sums(
             counted if weights is None else counted * weights.reshape(-1).astype(counted.dtype),
             z_loss=z_loss,
             softcap=softcap,
-            vocab_axis=vocab_axes[0] if vocab_axes else None,
+            vocab_axis=vocab_axes or None,
         )
         sums = (loss, stats.nll_sum, stats.z_sum, counted.sum())
         return tuple(jax.lax.psum(x, token_axes) for x in sums) if token_axes else sums
 
     sums = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS, TOKENS), ((), (), (), ()))
     with jax.named_scope("loss"):
-        return LossSums(*sums(hidden, head, targets, weights))
+        return LossSums(*sums(sharding.whole_rows(hidden, over="act_vocab"), head, targets, weights))
 
 
 def sharded_token_logprobs(
@@ -196,10 +196,9 @@ def sharded_token_logprobs(
 
     def local(hidden: Array, head: Array, targets: Array) -> tuple[Array, ...]:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        vocab_axis = vocab_axes[0] if vocab_axes else None
-        found = linear_token_logprobs(flat, head, targets.reshape(-1), softcap, vocab_axis)
+        found = linear_token_logprobs(flat, head, targets.reshape(-1), softcap, vocab_axes or None)
         return tuple(jnp.where(targets >= 0, x.reshape(targets.shape), 0.0) for x in found)
 
     logprobs = sharding.shard_map(local, (HIDDEN, ("act_vocab", None), TOKENS), (TOKENS, TOKENS))
     with jax.named_scope("loss"):
-        return logprobs(hidden, head, targets)
+        return logprobs(sharding.whole_rows(hidden, over="act_vocab"), head, targets)

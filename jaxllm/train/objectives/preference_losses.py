@@ -305,7 +305,7 @@ def token_scores(hidden: Float[Array, "B S D"], head: Float[Array, "V D"], token
 
     def local(hidden: Array, head: Array) -> Array:
         dtype, rows = jnp.promote_types(hidden.dtype, jnp.float32), head.shape[0]
-        place = token - (jax.lax.axis_index(vocab_axes[0]) * rows if vocab_axes else 0)
+        place = token - (jax.lax.axis_index(vocab_axes) * rows if vocab_axes else 0)
         row = jax.lax.dynamic_slice_in_dim(head, jnp.clip(place, 0, rows - 1), 1)
         found = hidden.astype(dtype) @ row[0].astype(dtype)
         scores = jnp.where((place >= 0) & (place < rows), found, 0.0)
