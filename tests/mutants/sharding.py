@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         "gathered_weights_leave_out_every_axis",
         "sharding/rules.py",
-        "(gathered and name in self.storage)",
-        "gathered",
+        "whole = gathered and name in self.storage",
+        "whole = gathered",
         (
             "tests/sharding/test_rules.py",
             "tests/sharding/test_ops.py::test_gathered_weights_scatter_their_gradient",
