@@ -11,6 +11,7 @@ from jaxllm import cli
 from jaxllm.config import ConfigError
 from jaxllm.simulate import DeploymentError, RequestTrace, ServiceObjective, TraceRequest, make_trace, simulate
 from jaxllm.simulate.fleet.autoscaler import AutoscalePolicy, Autoscaler
+from jaxllm.simulate.fleet.fleet_report import steps
 from jaxllm.simulate.fleet.fleet_simulator import simulate_fleet
 from jaxllm.simulate.fleet.replica_failures import LostRequests, ReplicaFailures
 from jaxllm.simulate.simulation_report import html_report, router_table, text_report
@@ -43,6 +44,14 @@ def test_lives_of_a_replica_are_its_own():
     assert first == list(itertools.islice(ReplicaFailures(10.0, 1.0).lives(0), 5))
     assert first != list(itertools.islice(ReplicaFailures(10.0, 1.0).lives(1), 5))
     assert list(ReplicaFailures(float("inf"), 1.0).lives(0)) == []
+
+
+def test_counts_are_drawn_as_steps():
+    """Up and down at once, not along a slope from the count before."""
+    assert steps([(0.0, 0), (2.0, 1), (2.5, 3)], 4.0) == (
+        [0.0, 2.0, 2.0, 2.5, 2.5, 4.0],
+        [0.0, 0.0, 1.0, 1.0, 3.0, 3.0],
+    )
 
 
 def test_the_autoscaler_is_the_hpas():
