@@ -445,6 +445,8 @@ def factored_mesh(config: RunConfig, model: Functional, mesh: MeshSpec, num_devi
         ShardingError: the run does not fit it; lists the nearest factorings and meshes that it does.
     """
     try:
+        if (given := _of_devices(mesh, num_devices)) is not None:  # before what the run's shapes have to say of it
+            config.parallel.factored(given)
         return config.parallel.factored(resolve(mesh, num_devices, mesh_check(config, model)))
     except ShardingError as error:
         if config.parallel.tensor == "1d":
@@ -456,13 +458,19 @@ def factored_mesh(config: RunConfig, model: Functional, mesh: MeshSpec, num_devi
         raise ShardingError(f"{error} With parallel.tensor one of {said} the mesh {mesh} fits.") from error
 
 
+def _of_devices(mesh: MeshSpec, num_devices: int) -> MeshSpec | None:
+    """Mesh with all sizes; None: it is not one of so many devices."""
+    try:
+        return mesh.resolve(num_devices)
+    except ShardingError:
+        return None
+
+
 def _fitting_factorings(config: RunConfig, model: Functional, mesh: MeshSpec, num_devices: int) -> list[str]:
     """Values of ``parallel.tensor`` with which the run fits a mesh of so many devices."""
-    try:
-        resolved = mesh.resolve(num_devices)
-    except ShardingError:
-        return []
-    found = []
+    resolved, found = _of_devices(mesh, num_devices), list[str]()
+    if resolved is None:
+        return found
     for tensor in (*map(str, legal(dict(resolved.axes).get("tensor", 1))), "1d"):
         try:
             other = replace(config, parallel=replace(config.parallel, tensor=tensor))

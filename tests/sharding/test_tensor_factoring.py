@@ -84,3 +84,12 @@ def test_a_factoring_that_the_model_does_not_fit_names_those_that_it_fits():
     message = 'embed = 16 cannot be split 3 ways.*With parallel.tensor one of "4x3", "2x6"'
     with pytest.raises(ShardingError, match=message):
         fitting_mesh(run, run_model(run), 12)
+
+
+def test_a_factoring_of_other_devices_says_nothing_about_meshes() -> None:
+    """The mesh is one of these devices, and its factoring is what is wrong."""
+    config = dataclasses.replace(BASE, mesh="tensor=8", parallel=ParallelConfig(tensor="3x3"))
+    with pytest.raises(ShardingError, match=r"is 9 devices.*nearest factorings of 8 are '2x4', '4x2'") as told:
+        fitting_mesh(config, run_model(config), 8)
+    assert "mesh of 8 devices" not in str(told.value)
+    assert "meshes of 8 devices" not in str(told.value)
