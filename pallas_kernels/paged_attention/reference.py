@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
@@ -18,6 +18,24 @@ from pallas_kernels.paged_attention.residual_window import Residual, ResidualSte
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes, write_retained
 from pallas_kernels.paged_attention.shadow.chosen_chunks import chosen_tokens
 from pallas_kernels.paged_attention.tree_mask import BITS, TreeMask
+
+
+def _write_rows(
+    held: Shaped[Array, "L P K C W"],
+    new: Shaped[Array, "T K W"],
+    layer: Int[Array, ""],
+    page: Int[Array, " T"],
+    slot: Int[Array, " T"],
+) -> Shaped[Array, "L P K C W"]:
+    """Pages of a layer with new rows in their slots; those of a page beyond the last one are dropped.
+
+    The scatter is one of rows of W elements, which the TPU compiler makes in place. As one of windows ``[K, W]``, whose
+    dimensions are apart, it would copy the whole pool into another memory layout and back.
+    """
+    layers, pages, heads, slots, width = held.shape
+    rows = (page[:, None] * heads + jnp.arange(heads)) * slots + slot[:, None]
+    flat = held.reshape(layers, pages * heads * slots, width)
+    return flat.at[layer, rows].set(new, mode="drop", unique_indices=True).reshape(held.shape)
 
 
 def write(
@@ -33,7 +51,7 @@ def write(
         if retention is not None:
             return write_retained(held, new, layer, ragged, tokens, retention)
         page, slot = ragged.slots(held.data.shape[1], held.data.shape[3], tokens)
-        numbers = held.data.at[layer, page, :, slot].set(new.data, mode="drop", unique_indices=True)
+        numbers = _write_rows(held.data, new.data, layer, page, slot)
         if held.scales is None:
             return Slots(numbers)
         scales = held.scales.at[layer, page, :, :, slot].set(new.scales, mode="drop", unique_indices=True)

@@ -51,6 +51,15 @@ def test_programs_are_compiled_with_the_planned_bytes():
     assert found.to_json()["planned"]["weights"] == found.planned.weights
 
 
+@pytest.mark.drawn(0.3)
+def test_prompts_over_context_write_their_pages_in_place():
+    """A TPU's scatter of windows in dimensions that are apart would copy the whole pool into another layout."""
+    one = deployment("v6e:2x2", "context=2,tensor=2", page_size=128, pages=1024, max_batched_tokens=64)
+    found = compile_deployment(one)
+    (prompt,) = (report for name, report in found.programs.items() if name.startswith("prompt"))
+    assert prompt.temp_bytes < 0.1 * found.planned.cache
+
+
 def test_the_command_refuses_a_compilation_of_mixes(capsys):
     assert cli.main(["plan", "llama3_8b", "--serve", "--on", "h100:1", "--compile", "--mix"]) != 0
     assert "--compile" in capsys.readouterr().err

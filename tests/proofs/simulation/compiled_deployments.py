@@ -30,13 +30,14 @@ CASES = (
     Case("v6e:1x1", "tensor=1"),
     Case("v6e:2x2", "tensor=4", "int8", "int8"),
     Case("v6e:2x2", "data=2,tensor=2"),
+    Case("v6e:2x2", "context=2,tensor=2"),
     Case("h100:1x1", "tensor=1", "int8"),
     Case("h100:1x2", "tensor=2", "bfloat16", "fp8"),
     Case("h100:1x4", "data=2,tensor=2"),
 )
 
 
-@proof("simulation", cases=CASES, sample=1, quick=(CASES[3],), bound=0.01)
+@proof("simulation", cases=CASES, sample=1, quick=(CASES[4],), bound=0.01)
 def deployments_are_the_compiled_programs(case: Case) -> float:
     """Weights and KV cache of a device as planned, and the arguments of the compiled programs, relative to these.
 
