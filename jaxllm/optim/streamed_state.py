@@ -84,8 +84,12 @@ def _by_layer(
 
     def on_host(number: Array, updates: Any, stacks: list[Array]) -> tuple[Any, Any]:
         given = _to_memory((layer_row(updates, number), layer_row(params, number)), jax.memory.Space.Host)
-        state = _to_memory(state_of(layer_row(stacks, number)), jax.memory.Space.Host)
-        changes, new = _on_host(jax.jit(rule.update))(given[0], state, given[1])
+
+        def update(updates: Any, stacks: list[Array], params: Any, number: Array) -> tuple[Any, Any]:
+            # The host takes the layer's rows out of the stacks: taken before, they would go to the device and back.
+            return rule.update(updates, state_of(layer_row(stacks, number)), params)
+
+        changes, new = _on_host(jax.jit(update))(given[0], stacks, given[1], _to_memory(number, jax.memory.Space.Host))
         return _to_memory(changes, jax.memory.Space.Device), new
 
     def layers(updates: Any, arrays: list[Array], first: int, groups: int, every: int) -> tuple[Any, list[Array]]:
