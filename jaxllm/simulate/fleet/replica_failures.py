@@ -22,7 +22,7 @@ from jaxllm.config import ConfigError
 from jaxllm.simulate.fleet.fleet_options import parse_options
 
 LostRequests = Literal["fail", "retry", "migrate"]
-"""What becomes of the requests of a failed replica."""
+"""Fate of the requests of a failed replica."""
 
 
 @dataclass(frozen=True)

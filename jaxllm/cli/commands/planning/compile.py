@@ -65,11 +65,11 @@ def compile(argv: list[str]) -> int:
         from sharding.topology import Topology
 
         config, topology = configure(find_recipe(recipe), settings, prog=f"jaxllm compile {recipe}"), Topology.parse(on)
-        check_outputs(save=save, html=html)
         if estimate:
             return _print_estimate(config, topology, [save, html, within, host], anyway)
         if host is not None and within is None:
             raise UsageError("--host needs --within SIZE, the memory budget of a device.")
+        check_outputs(save=save, html=html)
         if within is not None:
             config = _with_remat_solved(config, topology, budget_of(within, host))
             if config is None:
