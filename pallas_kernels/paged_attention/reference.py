@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.paged_attention.pages import PageFormat, Slots
 from pallas_kernels.paged_attention.ragged import RaggedBatch, TokenRows
@@ -18,24 +18,6 @@ from pallas_kernels.paged_attention.residual_window import Residual, ResidualSte
 from pallas_kernels.paged_attention.retention import Retention, ScoreRule, by_scores, observes, write_retained
 from pallas_kernels.paged_attention.shadow.chosen_chunks import chosen_tokens
 from pallas_kernels.paged_attention.tree_mask import BITS, TreeMask
-
-
-def _write_rows(
-    held: Shaped[Array, "L P K C W"],
-    new: Shaped[Array, "T K W"],
-    layer: Int[Array, ""],
-    page: Int[Array, " T"],
-    slot: Int[Array, " T"],
-) -> Shaped[Array, "L P K C W"]:
-    """Pages of a layer with new rows in their slots; those of a page beyond the last one are dropped.
-
-    The scatter is one of rows of W elements, which the TPU compiler makes in place. As one of windows ``[K, W]``, whose
-    dimensions are apart, it would copy the whole pool into another memory layout and back.
-    """
-    layers, pages, heads, slots, width = held.shape
-    rows = (page[:, None] * heads + jnp.arange(heads)) * slots + slot[:, None]
-    flat = held.reshape(layers, pages * heads * slots, width)
-    return flat.at[layer, rows].set(new, mode="drop", unique_indices=True).reshape(held.shape)
 
 
 def write(
@@ -46,16 +28,24 @@ def write(
     tokens: TokenRows,
     retention: Retention | None = None,
 ) -> Slots:
-    """KV cache update: writes each token of this step to its slot; padding is dropped."""
+    """KV cache update: writes each token of this step to its slot; padding is dropped.
+
+    Every dimension in front of the written rows, and of the written scales, has an index. Of windows whose dimensions
+    are apart, such as kv heads and elements, the TPU compiler would make a scatter into a copy of the whole pool in
+    another memory layout.
+    """
     with jax.named_scope("kv_write"):
         if retention is not None:
             return write_retained(held, new, layer, ragged, tokens, retention)
         page, slot = ragged.slots(held.data.shape[1], held.data.shape[3], tokens)
-        numbers = _write_rows(held.data, new.data, layer, page, slot)
+        heads = jnp.arange(held.data.shape[2])
+        rows = held.data.at[layer, page[:, None], heads, slot[:, None]]
+        data = rows.set(new.data, mode="drop", unique_indices=True)
         if held.scales is None:
-            return Slots(numbers)
-        scales = held.scales.at[layer, page, :, :, slot].set(new.scales, mode="drop", unique_indices=True)
-        return Slots(numbers, scales)
+            return Slots(data)
+        words = jnp.arange(held.scales.shape[3])
+        scales = held.scales.at[layer, page[:, None, None], heads[:, None], words, slot[:, None, None]]
+        return Slots(data, scales.set(new.scales, mode="drop", unique_indices=True))
 
 
 def paged_attention_reference(

@@ -145,7 +145,8 @@ def write_retained(
     data = held.data.at[layer, page, heads, within].set(new.data, mode="drop")
     scales = held.scales
     if scales is not None:
-        scales = scales.at[layer, page, heads, :, within].set(new.scales, mode="drop")
+        words = layer, page[..., None], heads[:, None], jnp.arange(scales.shape[3])
+        scales = scales.at[*words, within[..., None]].set(new.scales, mode="drop")
     columns = jnp.arange(table.shape[1], dtype=jnp.int32) < retention.columns[:, None]
     table = jnp.where(columns & active[:, None], table, pages)
     stored = at.reshape(ragged.requests, -1, size, kv).swapaxes(2, 3)

@@ -52,9 +52,11 @@ def test_programs_are_compiled_with_the_planned_bytes():
 
 
 @pytest.mark.drawn(0.3)
-def test_prompts_over_context_write_their_pages_in_place():
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_prompts_over_context_write_their_pages_in_place(kv_dtype: str):
     """A TPU's scatter of windows in dimensions that are apart would copy the whole pool into another layout."""
-    one = deployment("v6e:2x2", "context=2,tensor=2", page_size=128, pages=1024, max_batched_tokens=64)
+    sizes = {"page_size": 128, "pages": 1024, "max_batched_tokens": 64, "kv_dtype": kv_dtype}
+    one = deployment("v6e:2x2", "context=2,tensor=2", **sizes)
     found = compile_deployment(one)
     (prompt,) = (report for name, report in found.programs.items() if name.startswith("prompt"))
     assert prompt.temp_bytes < 0.1 * found.planned.cache
