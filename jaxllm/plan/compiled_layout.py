@@ -73,6 +73,7 @@ def compile_layout(
     progress: Progress | None = None,
     calibration: Calibration = DEFAULT,
     html: Path | None = None,
+    anyway: bool = False,
 ) -> CompiledLayout:
     """Compiles a layout's train step in a child process.
 
@@ -80,14 +81,15 @@ def compile_layout(
         layout, cluster, calibration: what to compile, for which devices, at which attained rates.
         progress: told what the child does.
         html: file to write the program's page to: memory of the device and its host over the step, timeline, roofline.
+        anyway: compile a program that exceeds device memory too, see ``compile_for``.
 
     Raises:
-        OutOfDeviceMemory: the compiler reports that the program does not fit.
+        OutOfDeviceMemory: the compiler reports that the program does not fit; with ``anyway``, that it is not finished.
         CompilerMissing: no compiler is installed; names the extra to install.
     """
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "program.json"
-        report = compile_for(layout.run, cluster.topology.name, progress=progress, keep=kept)
+        report = compile_for(layout.run, cluster.topology.name, progress=progress, keep=kept, anyway=anyway)
         text, placement = aot.kept(kept)
         if html is not None:
             html.write_text(read_program(layout.run, cluster.topology, report, kept, calibration).html())

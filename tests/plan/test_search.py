@@ -153,6 +153,23 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
     assert "9.00 GiB too much" in said
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_layout_that_does_not_fit_is_drawn_where_the_compiler_finishes_it(finished, tmp_path, capsys, monkeypatch):
+    def compile_layout(layout, cluster, progress, calibration, html, anyway=False):
+        if not (anyway and finished):
+            raise OutOfDeviceMemory(cluster.name, 40 * 2**30, 31 * 2**30)
+        html.write_text("drawn")
+
+    monkeypatch.setattr("jaxllm.plan.compiled_layout.compile_layout", compile_layout)
+    page = tmp_path / "page.html"
+    argv = ["quickstart", "--on", "v6e:2x2", "--top", "1", "--explain", "1", "--html", str(page), *SMALL]
+    assert cli.main(["plan", *argv]) == 0
+    said = capsys.readouterr().out
+    assert page.exists() == finished
+    assert (f"written: {page}, of the program that does not fit" in said) == finished
+    assert ("does not finish" in said) != finished
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -259,15 +259,16 @@ def test_too_little_room_is_said_before_anything_is_computed(tmp_path):
         Run(dataclasses.replace(run, disk=DiskConfig(str(file))))
 
 
-def test_processes_of_a_host_share_what_is_free(tmp_path, monkeypatch):
+def test_processes_of_a_file_system_share_what_is_free(tmp_path, monkeypatch):
     """Four processes of 100 bytes of state each: 800 bytes while a checkpoint is written, some of them reserved."""
-    disk, free = DiskConfig(str(tmp_path)), [0]
+    free = [0]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0]))
 
-    def checked(reserved, hosts=1):
+    def checked(reserved, hosts=1, shared=False):
         def act(one):
             try:
-                check_room(disk, 100, 0, reserved, one)
+                directory = tmp_path if shared else tmp_path / socket.gethostname()
+                check_room(DiskConfig(str(directory)), 100, 0, reserved, one)
             except DiskTierError as error:
                 return str(error)
             return ""
@@ -283,8 +284,10 @@ def test_processes_of_a_host_share_what_is_free(tmp_path, monkeypatch):
         return in_each(4, named_act)
 
     free[0] = 799
-    assert all("for 4 processes on this host" in str(said) for said in checked(0))
+    assert all("for 4 processes on this file system" in str(said) for said in checked(0))
     assert checked(0, hosts=2) == [""] * 4
+    assert all("for 4 processes on this file system" in str(said) for said in checked(0, hosts=2, shared=True))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     free[0] = 800
     assert checked(0) == [""] * 4
     free[0] = 400

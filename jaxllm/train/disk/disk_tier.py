@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import socket
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from jaxllm.parallel.distributed import ProcessGroup
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.hidden_share import DiskClock
 from jaxllm.train.disk.host_chunks import TierChunks
-from jaxllm.train.disk.state_file import DiskTierError, FileLayout, StateFile, aligned_buffer, remove_leftovers
+from jaxllm.train.disk.state_file import PREFIX, DiskTierError, FileLayout, StateFile, aligned_buffer, remove_leftovers
 
 THREADS = 2
 """Threads of the pool that reads, and of the one that writes: one waits for the disk while the other computes a
@@ -77,7 +78,7 @@ class _Slot:
 def check_room(
     config: DiskConfig, state: int, activations: int = 0, reserved: int = 0, processes: ProcessGroup | None = None
 ) -> None:
-    """Checks that files of these bytes fit into the directory, with those of other processes of the same host.
+    """Checks that files of these bytes fit into the directory, with those of other processes of the same file system.
 
     Args:
         config: directory, and most bytes of it.
@@ -85,21 +86,26 @@ def check_room(
         activations: bytes of saved activations in files.
         reserved: bytes of these that files of this process have already.
         processes: of the run, all of which call this at once; None: one. Those with the same host name and file system
-            share what is free there; a file system that several hosts share is not known as such.
+            share what is free there, and those that see each other's files in the directory.
 
     Raises:
         DiskTierError: they do not, or the directory cannot be used.
     """
     directory, need = Path(config.directory), 2 * state + activations
+    group, topic = processes or ProcessGroup(), "room of files"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        free, place = shutil.disk_usage(directory).free, [socket.gethostname(), directory.stat().st_dev]
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=PREFIX) as sign:
+            sign.write(b"not empty, so that it is nobody's leftover")
+            sign.flush()
+            free, place = shutil.disk_usage(directory).free, [socket.gethostname(), directory.stat().st_dev]
+            own = {"place": place, "sign": Path(sign.name).name, "need": need, "reserved": reserved, "free": free}
+            said = group.gather(topic, json.dumps(own))
+            everyone = [json.loads(one) for one in json.loads(group.broadcast(topic, json.dumps(said)))]
+            beside = [one for one in everyone if one["place"] == place or (directory / one["sign"]).exists()]
+            group.barrier(topic)  # all have looked
     except OSError as error:
         raise DiskTierError(f"disk.directory = {directory} cannot be used: {error}.") from error
-    group, topic = processes or ProcessGroup(), "room of files"
-    said = group.gather(topic, json.dumps({"place": place, "need": need, "reserved": reserved, "free": free}))
-    everyone = [json.loads(one) for one in json.loads(group.broadcast(topic, json.dumps(said)))]
-    beside = [one for one in everyone if one["place"] == place]
     # The last process that looked did so when the files of all were reserved.
     free = min(one["free"] for one in beside) + sum(one["reserved"] for one in beside)
     together = sum(one["need"] for one in beside)
@@ -111,7 +117,7 @@ def check_room(
         return
     what = "the parameters of layers and the optimizer state take" if config.parameters else "the state takes"
     more = f", the inputs of layers {activations / 2**30:.3f} GiB" if activations else ""
-    more += f", in all {together / 2**30:.3f} GiB for {len(beside)} processes on this host" if len(beside) > 1 else ""
+    more += f", in all {together / 2**30:.3f} GiB for {len(beside)} processes on this file system" if len(beside) > 1 else ""
     raise DiskTierError(
         f"{what} {state / 2**30:.3f} GiB in files, and twice that while a checkpoint is written{more}, but "
         f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {directory}); give more, or split the run over more "

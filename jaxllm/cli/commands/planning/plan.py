@@ -288,6 +288,12 @@ def _compiled(
         except OutOfDeviceMemory as error:
             print(f"\n{memory_overflow(layout.run, cluster.topology, error)}")
             out.append(f"{(error.need - error.limit) / 2**30:.2f} GiB too much")
+            if page := pages.get(number):
+                try:
+                    compiled_layout.compile_layout(layout, cluster, line, calibration, page, anyway=True)
+                    print(f"written: {page}, of the program that does not fit")
+                except OutOfDeviceMemory:
+                    print(f"not written: {page}; the compiler does not finish a program that does not fit")
     by = "the TPU compiler's cycles" if cluster.topology.platform == "tpu" else "roofline"
     print(f"\ncompiled; seconds by {by}, at the prediction's shares of the data sheet's rates")
     print(plan_view.compiled(list(zip(layouts, out, strict=True))))
