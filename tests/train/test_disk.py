@@ -284,9 +284,9 @@ def test_processes_of_a_file_system_share_what_is_free(tmp_path, monkeypatch):
         return in_each(4, named_act)
 
     free[0] = 799
-    assert all("for 4 processes on this file system" in str(said) for said in checked(0))
+    assert all("for 4 processes of this file system" in str(said) for said in checked(0))
     assert checked(0, hosts=2) == [""] * 4
-    assert all("for 4 processes on this file system" in str(said) for said in checked(0, hosts=2, shared=True))
+    assert all("for 4 processes of this file system" in str(said) for said in checked(0, hosts=2, shared=True))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     free[0] = 800
     assert checked(0) == [""] * 4

@@ -117,7 +117,7 @@ def check_room(
         return
     what = "the parameters of layers and the optimizer state take" if config.parameters else "the state takes"
     more = f", the inputs of layers {activations / 2**30:.3f} GiB" if activations else ""
-    more += f", in all {together / 2**30:.3f} GiB for {len(beside)} processes on this file system" if len(beside) > 1 else ""
+    more += f", in all {together / 2**30:.3f} GiB for {len(beside)} processes of this file system" if beside[1:] else ""
     raise DiskTierError(
         f"{what} {state / 2**30:.3f} GiB in files, and twice that while a checkpoint is written{more}, but "
         f"{limit / 2**30:.3f} GiB are {of} (disk.directory = {directory}); give more, or split the run over more "
