@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxllm.infer import SamplingParams
-from jaxllm.infer.runner.sampler import BLOCK, SamplerRows, filter_logits, logprobs, ranks, sample
+from jaxllm.infer.runner.sampler import BLOCK, PARTS, SamplerRows, filter_logits, logprobs, ranks, sample
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -1.0, -2.0, 1.0, -np.inf])
 # Quantile 1 - 1e-7 of chi-square with 6 degrees of freedom: one false alarm in ten million seeds.
@@ -66,9 +66,9 @@ def test_neighbours_are_independent(rng):
         assert ((pairs[:7, :7] - expected) ** 2 / expected).sum() < 135
 
 
-def test_the_whole_vocabulary_is_drawn_from(rng):
-    """Several blocks, the last one partial: frequencies of ten parts of the vocabulary."""
-    size = 3 * BLOCK + 5
+@pytest.mark.parametrize("size", [100, 3 * BLOCK + 5, PARTS * BLOCK + BLOCK + 5])
+def test_the_whole_vocabulary_is_drawn_from(size, rng):
+    """One block; parts of one block and of two, the last one partial: frequencies of ten shares of the vocabulary."""
     logits = rng.normal(size=size)
     found = counts(logits, int(rng.integers(2**32)))
     parts = np.arange(size) % 10

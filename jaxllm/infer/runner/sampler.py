@@ -1,15 +1,17 @@
 """Sampler: from logits to tokens and log-probabilities, on the device.
 
-Sampling a token uses two uniform random values whose key is folded from the request's seed and the token's position,
-so it does not depend on the other rows of a step: the first selects a block of the vocabulary by its probability, the
-second a token of the block. Filters (top-k, top-p, ...) are thresholds, found by bisection over the integers that
-order floats, without sorting the vocabulary.
+Sampling a token uses three uniform random values whose key is folded from the request's seed and the token's position,
+so it does not depend on the other rows of a step: the first selects a part of the vocabulary by its probability, the
+second a block of the part, the third a token of the block. Filters (top-k, top-p, ...) are thresholds, found by
+bisection over the integers that order floats, without sorting the vocabulary.
 
-Legend: S sampled rows, V vocab, B blocks of the vocabulary, K top tokens that are reported.
+Legend: S sampled rows, V vocab, P parts of the vocabulary, W tokens of a part, B blocks of a part, K top tokens that are
+reported.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,7 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
+PARTS = 16
+"""Parts of the vocabulary. Their sums read the logits once; a TPU would move them all into other layouts for a sum of
+each block."""
 BLOCK = 128
+"""Tokens of a block; a part is a whole number of blocks."""
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -52,29 +58,49 @@ def sample(logits: Float[Array, "S V"], rows: SamplerRows) -> Int[Array, " S"]:
         cuts = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.typical_p < 1)
         filtering = (rows.temperature > 0) & cuts
         scaled = jax.lax.cond(jnp.any(filtering), lambda x: filter_logits(x, rows), lambda x: x, scaled)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _first_true(logits == highest)
     drawn = jax.lax.cond(
         jnp.any(rows.temperature > 0),
-        lambda x: jax.vmap(draw)(jnp.exp(x), rows.seeds, rows.positions),
+        lambda x: draw(x, rows.seeds, rows.positions),
         lambda x: jnp.zeros_like(greedy),
         scaled,
     )
     return jnp.where(rows.temperature > 0, drawn, greedy)
 
 
-def draw(weights: Float[Array, " V"], seed: UInt[Array, ""], position: Int[Array, ""]) -> Int[Array, ""]:
-    """Samples a token with probability proportional to its weight; a token of weight zero is never sampled."""
+def draw(scaled: Float[Array, "S V"], seeds: UInt[Array, " S"], positions: Int[Array, " S"]) -> Int[Array, " S"]:
+    """Samples a token of each row from ``softmax(scaled)``, whose highest is 0; one of -inf is never sampled."""
+    uniform = jax.vmap(_uniform)(seeds, positions)
+    vocab = scaled.shape[1]
+    width = min(BLOCK * math.ceil(vocab / (PARTS * BLOCK)), vocab)
+    sums = [jnp.exp(scaled[:, first : first + width]).sum(axis=1) for first in range(0, vocab, width)]
+    first = _inverse_cdf(jnp.stack(sums, axis=1), uniform[:, 0]) * width
+    start = jnp.minimum(first, vocab - width)  # the last part is narrower
+    part = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(scaled, start)
+    own = jnp.arange(width) + start[:, None] >= first[:, None]
+    weights = jnp.pad(jnp.where(own, jnp.exp(part), 0), ((0, 0), (0, -width % BLOCK)))
+    blocks = weights.reshape(len(weights), -1, BLOCK)
+    block = _inverse_cdf(blocks.sum(axis=2), uniform[:, 1])
+    token = _inverse_cdf(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], uniform[:, 2])
+    return start + block * BLOCK + token
+
+
+def _uniform(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, "3"]:
+    """Uniform random values below 1 of one row."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
-    first, second = jax.random.uniform(key, (2,), jnp.float32)
-    blocks = jnp.pad(weights, (0, -weights.shape[0] % BLOCK)).reshape(-1, BLOCK)
-    block = _inverse_cdf(blocks.sum(axis=1), first)
-    return (block * BLOCK + _inverse_cdf(blocks[block], second)).astype(jnp.int32)
+    return jax.random.uniform(key, (3,), jnp.float32)
 
 
-def _inverse_cdf(weights: Float[Array, " B"], at: Float[Array, ""]) -> Int[Array, ""]:
+def _inverse_cdf(weights: Float[Array, "S B"], at: Float[Array, " S"]) -> Int[Array, " S"]:
     """First index whose cumulative weight exceeds the fraction ``at`` < 1 of the total; its own weight is positive."""
-    cumulated = jnp.cumsum(weights)
-    return jnp.argmax(cumulated > at * cumulated[-1])
+    cumulated = jnp.cumsum(weights, axis=1)
+    return _first_true(cumulated > at[:, None] * cumulated[:, -1:])
+
+
+def _first_true(found: Bool[Array, "S B"]) -> Int[Array, " S"]:
+    """Index of the first true value of each row, the last index where there is none; CPUs compute argmax slower."""
+    last = found.shape[1] - 1
+    return jnp.min(jnp.where(found, jnp.arange(found.shape[1], dtype=jnp.int32), last), axis=1)
 
 
 def filter_logits(scaled: Float[Array, "S V"], rows: SamplerRows) -> Float[Array, "S V"]:
