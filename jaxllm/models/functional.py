@@ -489,11 +489,17 @@ class Functional:
         paths = VOCABULARY[:1] if self.config.tied else VOCABULARY
         return tuple((path.split("/")[0], path.split("/")[1]) for path in paths)
 
-    def head(self, params: Params, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """Logits in at least float32."""
+    def head(self, params: Params, hidden: Float[Array, "B S D"], *, whole: bool = False) -> Float[Array, "B S V"]:
+        """Logits in at least float32.
+
+        Args:
+            whole: each row on every device of its replica; the logits are gathered in the dtype of the matmul.
+        """
         hidden, weight = self._head_operands(params, hidden)
         with sharding.use_rules(self.rules), jax.named_scope("head"):
             logits = vocabulary_logits(hidden, weight, out=("batch", "seq", "act_vocab"))
+            if whole:
+                logits = sharding.constrain(logits, "batch", None, None)
         return cap_logits(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), self.config.logit_softcap)
 
     def forward(

@@ -317,10 +317,10 @@ class ServingStepModel:
     # Memory
 
     def temporary_bytes(self, rows: int, samples: int) -> float:
-        """Bytes of a step's temporaries: residual stream, inner activations, float32 logits."""
+        """Bytes of a step's temporaries: residual stream, inner activations, whole float32 logits."""
         inner = max(one.inner for one in self._blocks)
         stream = rows / self.context * (4 * self.config.embed_dim + 3 * inner) * self.width
-        return stream + 2 * 4 * samples * self._vocab + self._gathered_bytes / max(1, self.config.layers)
+        return stream + 2 * 4 * samples * self.config.vocab_size + self._gathered_bytes / max(1, self.config.layers)
 
     # Time
 
@@ -386,7 +386,8 @@ class ServingStepModel:
     def _head(self, samples: float) -> StepCost:
         d, v = self.config.embed_dim, self._vocab
         flops = 2.0 * samples * d * v
-        moved = v * d * self._vocabulary_width + samples * d * self.width + 4 * SAMPLER_PASSES * samples * v
+        sampled = 4 * SAMPLER_PASSES * samples * self.config.vocab_size  # of whole rows, on every device
+        moved = v * d * self._vocabulary_width + samples * d * self.width + sampled
         work = flops / (self._rate(False) * self.calibration.matmul) * float(_up(samples, 8)) / max(samples, 1)
         return StepCost(work, max(0.0, self._seconds_of(moved) - work), flops=flops, bytes=moved)
 
@@ -410,7 +411,7 @@ class ServingStepModel:
         stream = own * self.config.embed_dim * width
         if self.tensor > 1:
             seconds += (2 * layers + 1) * self._collective("all-reduce", "tensor", stream)
-            seconds += self._collective("all-gather", "tensor", samples * self._vocab * self.tensor * 4)
+            seconds += self._collective("all-gather", "tensor", samples * self._vocab * self.tensor * width)
         if self.expert > 1:
             for one in self._blocks:
                 seconds += (

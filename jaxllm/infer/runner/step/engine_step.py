@@ -308,7 +308,7 @@ class EngineStep:
 
     def _logits(self, params: Any, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """Logits of a replica's rows, replicated on its devices."""
-        return sharding.constrain(self.model.head(params, hidden), "batch", None, None)
+        return self.model.head(params, hidden, whole=True)
 
     def _sample(
         self,
