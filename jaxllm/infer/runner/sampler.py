@@ -5,8 +5,7 @@ so it does not depend on the other rows of a step: the first selects a part of t
 second a block of the part, the third a token of the block. Filters (top-k, top-p, ...) are thresholds, found by
 bisection over the integers that order floats, without sorting the vocabulary.
 
-Legend: S sampled rows, V vocab, P parts of the vocabulary, W tokens of a part, B blocks of a part, K top tokens that are
-reported.
+Legend: S sampled rows, V vocab, W tokens of a part of it, B blocks of a part, K top tokens that are reported.
 """
 
 from __future__ import annotations
