@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -88,8 +89,9 @@ class SimulatedReplica:
             return float(len(self.active(now)))
         if metric == "queue":
             return float(len(self.engine.engine.scheduler.waiting))
-        steps = [one for one in self.engine.runner.steps if one.start < now]
+        steps = (one for one in reversed(self.engine.runner.steps) if one.start < now)  # one after the other in time
         if metric == "cache":
-            return steps[-1].cache_use if steps and self.active(now) else 0.0
-        spans = [min(one.start + one.cost.seconds, now) - max(one.start, now - period) for one in steps]
-        return sum(max(0.0, span) for span in spans) / period
+            last = next(steps, None)
+            return last.cache_use if last is not None and self.active(now) else 0.0
+        recent = itertools.takewhile(lambda one: one.start + one.cost.seconds > now - period, steps)
+        return sum(min(one.start + one.cost.seconds, now) - max(one.start, now - period) for one in recent) / period
