@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 
 import pytest
 
@@ -28,3 +29,13 @@ def test_bytes_of_a_decode_step(capsys):
     assert row["weights"] == 2 * (2 * layer + 4096 + 512 * 4096)
     assert row["cache"] == 4 * 1024 * 2 * 2 * 2 * 8 * 128
     assert 0.95 < row["moved"] / (row["weights"] + row["cache"]) < 1.3
+
+
+@pytest.mark.drawn(0.3)
+def test_the_sampler_keeps_one_copy_of_the_logits_on_a_tpu(capsys):
+    sampler = importlib.import_module("benchmarks.serving.sampler")
+    assert sampler.main(["--on", "v6e:1x1", "--rows", "256", "--vocab", "131072", "--width", "256"]) == 0
+    said = capsys.readouterr().out
+    ((cycles, copies),) = re.findall(r"sampler ([\d,]+); temporaries ([\d.]+)", said)
+    assert 0 < int(cycles.replace(",", "")) < 1200
+    assert float(copies) < 1.5

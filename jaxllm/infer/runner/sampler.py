@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
-PARTS = 16
-"""Parts of the vocabulary. Their sums read the logits once; a TPU would move them all into other layouts for a sum of
-each block."""
-BLOCK = 128
-"""Tokens of a block; a part is a whole number of blocks."""
+from jaxllm.models.tpu_layout import row_major
+
+PARTS, BLOCK = 32, 128
+"""Parts of the vocabulary, each a whole number of blocks of so many tokens."""
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 
@@ -70,18 +69,27 @@ def sample(logits: Float[Array, "S V"], rows: SamplerRows) -> Int[Array, " S"]:
 def draw(scaled: Float[Array, "S V"], seeds: UInt[Array, " S"], positions: Int[Array, " S"]) -> Int[Array, " S"]:
     """Samples a token of each row from ``softmax(scaled)``, whose highest is 0; one of -inf is never sampled."""
     uniform = jax.vmap(_uniform)(seeds, positions)
-    vocab = scaled.shape[1]
-    width = min(BLOCK * math.ceil(vocab / (PARTS * BLOCK)), vocab)
-    sums = [jnp.exp(scaled[:, first : first + width]).sum(axis=1) for first in range(0, vocab, width)]
-    first = _inverse_cdf(jnp.stack(sums, axis=1), uniform[:, 0]) * width
-    start = jnp.minimum(first, vocab - width)  # the last part is narrower
-    part = jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, width))(scaled, start)
-    own = jnp.arange(width) + start[:, None] >= first[:, None]
-    weights = jnp.pad(jnp.where(own, jnp.exp(part), 0), ((0, 0), (0, -width % BLOCK)))
-    blocks = weights.reshape(len(weights), -1, BLOCK)
-    block = _inverse_cdf(blocks.sum(axis=2), uniform[:, 1])
-    token = _inverse_cdf(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], uniform[:, 2])
-    return start + block * BLOCK + token
+    width = BLOCK * math.ceil(scaled.shape[1] / (PARTS * BLOCK))
+    part, scaled = _choose_part(scaled, width, uniform[:, 0])
+    block, scaled = _choose_part(scaled, BLOCK, uniform[:, 1])
+    return part * width + block * BLOCK + _inverse_cdf(jnp.exp(scaled), uniform[:, 2])
+
+
+def _choose_part(
+    scaled: Float[Array, "S V"], width: int, at: Float[Array, " S"]
+) -> tuple[Int[Array, " S"], Float[Array, "S W"]]:
+    """Part of so many values that holds the fraction ``at`` of each row's total weight, and its values.
+
+    Parts are slices, and not rows of a reshaped array, for which a TPU would move all logits into another layout; they
+    are selected, and not gathered, which a TPU does row by row.
+    """
+    parts = [scaled[:, first : first + width] for first in range(0, scaled.shape[1], width)]
+    parts[-1] = jnp.pad(parts[-1], ((0, 0), (0, width - parts[-1].shape[1])), constant_values=-jnp.inf)
+    chosen = _inverse_cdf(jnp.stack([jnp.exp(one).sum(axis=1) for one in parts], axis=1), at)
+    found = parts[0]
+    for number, one in enumerate(parts[1:], 1):
+        found = jnp.where(chosen[:, None] == number, one, found)
+    return chosen, row_major(found)
 
 
 def _uniform(seed: UInt[Array, ""], position: Int[Array, ""]) -> Float[Array, "3"]:
