@@ -232,10 +232,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], AttentionContext]:
         """Output of the layer and the updated attention context."""
         config = self.config
-        q, k, v = self._projections(x)
+        q, k, v = (heads_first(y) for y in self._projections(x))
         trains = not getattr(ctx, "is_kv_cache", False)
-        if trains:
-            q, k, v = (heads_first(y) for y in (q, k, v))
         if config.bias != "none":
             q, k, v = q + use(self.q_bias, x.dtype), k + use(self.k_bias, x.dtype), v + use(self.v_bias, x.dtype)
         if (named := config.named_projections) and trains:
