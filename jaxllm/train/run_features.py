@@ -175,6 +175,10 @@ FEATURES: dict[str, Feature] = {
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
         lambda run: f'parallel.layout = "{run.parallel.layout}"',
     ),
+    "uneven rows": Feature(
+        lambda run, _: bool(run.parallel.micro_batches),
+        lambda run: f"parallel.micro_batches = {' '.join(map(str, run.parallel.micro_batches))}",
+    ),
     "replicas": Feature(
         lambda run, sizes: sizes.get("replica", 1) > 1, lambda run: f"the mesh {run.mesh!r} with replicas"
     ),

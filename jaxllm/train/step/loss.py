@@ -31,6 +31,7 @@ from jaxllm.train.step.objective import (
     sharded_token_logprobs,
 )
 from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig
+from jaxllm.train.unequal.unequal_gradients import own_count, sums_over_data
 from pallas_kernels.ring_attention import Layout, order
 
 
@@ -189,6 +190,7 @@ def value_and_grad(
     objective: Objective | None = None,
     trainable: Any = None,
     ring_sizes: tuple[int, ...] = (),
+    micro_batches: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """Loss and gradients of a step: ``(params, batch) -> (LossSums, gradients of the mean loss per target token)``.
 
@@ -211,6 +213,8 @@ def value_and_grad(
             booleans; None: all.
         ring_sizes: those of batches whose documents lie in slots: the function then takes a ``SlottedBatch``
             (``jaxllm.data.context_by_need``), of which each micro-step is a micro-batch. Empty: a plain batch.
+        micro_batches: those of each index of the mesh axis ``data``, where they are uneven; the function then takes a
+            batch that ``jaxllm.train.unequal.unequal_rows.UnequalRows`` has arranged. Empty: ``accumulate`` each.
 
     Raises:
         NotImplementedError: when traced with packed expert weights, which have no gradients.
@@ -233,6 +237,15 @@ def value_and_grad(
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch.rows if ring_sizes else batch), 1).astype(dtype)
+        if micro_batches:
+            return sums_over_data(functools.partial(of_rows, tree=tree), params, batch, total, numerics)
+        return of_rows(params, batch, total, numerics, tree)
+
+    def of_rows(
+        params: Any, batch: Any, total: Array, numerics: Numerics | None, tree: DifferentiatedTree
+    ) -> tuple[Any, ...]:
+        """Sums over all rows, with uneven rows over those of one index of ``data``; ``total`` is that of the batch."""
+        dtype = total.dtype
         gather = {3: lambda params: params, "3level": model.gather_for_step}.get(zero, model.gather)
         whole = gather(params)
         params, used = tree.of_params(params), tree.of_params(whole)
@@ -266,7 +279,7 @@ def value_and_grad(
                 return sums, reduce(grads)
             return sums, jax.tree.map(lambda g: g / scale, reduce(grads)), amax
 
-        if accumulate == 1 and not ring_sizes:
+        if accumulate == 1 and not ring_sizes and not micro_batches:
             (_, sums), (grads, amax) = grad((used, amax), whole, batch, total / scale)
             return result(sums, grads, amax)
 
@@ -303,10 +316,18 @@ def value_and_grad(
             )
         else:
             with sharding.use_rules(model.rules):
-                micro_batches = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
-            (sums, grads, new_amax), _ = jax.lax.scan(
-                lambda carry, micro_batch: (micro_step(carry, micro_batch), None), start, micro_batches
-            )
+                parts = jax.tree.map(lambda x: split_micro_batches(x, max(micro_batches, default=accumulate)), batch)
+            if micro_batches:
+                sums, grads, new_amax = jax.lax.fori_loop(
+                    0,
+                    own_count(micro_batches),
+                    lambda i, carry: micro_step(carry, jax.tree.map(lambda x: x[i], parts)),
+                    start,
+                )
+            else:
+                (sums, grads, new_amax), _ = jax.lax.scan(
+                    lambda carry, micro_batch: (micro_step(carry, micro_batch), None), start, parts
+                )
         return result(sums, grads, new_amax)
 
     return run
