@@ -58,8 +58,9 @@ class ParallelConfig:
             ``expert``, and their width over ``tensor``.
         layout: assignment of a row's tokens to devices over ``context`` (``pallas_kernels.ring_attention.layout``).
         micro_batches: uneven rows (Cephalo, arXiv:2411.01075): micro-batches of each index of the mesh axis ``data`` in
-            a step, for devices of unequal speed; their sum is the run's ``accumulate`` times the size of ``data``.
-            Gradients are then summed over ``data`` once a step (``jaxllm.train.unequal``). Empty: ``accumulate`` each.
+            a step, or with ZeRO-1 of each of ``data`` x ``fsdp``, for devices of unequal speed; their mean is the run's
+            ``accumulate``. Gradients are then summed over these axes once a step (``jaxllm.train.unequal``). Empty:
+            ``accumulate`` each.
         schedule: pipeline schedule, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
             the run's ``accumulate``.
         chunks: virtual stages per stage for "interleaved", "gis" and "gis_min"; 0 for the default of the schedule.
@@ -107,7 +108,7 @@ class ParallelConfig:
             )
         if any(n < 1 for n in self.micro_batches):
             given = " ".join(map(str, self.micro_batches))
-            raise ValueError(f"parallel: micro_batches = {given}; give each index of data one or more.")
+            raise ValueError(f"parallel: micro_batches = {given}; give each device one or more.")
         self.folding()
         self.factoring()
 

@@ -30,13 +30,14 @@ COUNTS = (5, 1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class CountedCrossEntropy(CrossEntropyObjective):
-    """Cross-entropy that also counts the micro-batches which each index of ``data`` computes."""
+    """Cross-entropy that also counts the micro-batches which each index of the uneven axes computes."""
 
     metrics = ("micro_batches",)
     devices: int = 1
+    over: tuple[str, ...] = ("data",)
 
     def sums(self, model: Any, hidden: Any, head: Any, batch: Any) -> LossSums:
-        own = jax.nn.one_hot(jax.lax.axis_index("data"), self.devices)
+        own = jax.nn.one_hot(jax.lax.axis_index(self.over), self.devices)
         return super().sums(model, hidden, head, batch)._replace(metrics={"micro_batches": own})
 
     def no_sums(self, batch: Any, zero: Any) -> LossSums:
@@ -44,21 +45,23 @@ class CountedCrossEntropy(CrossEntropyObjective):
 
 
 @pytest.mark.drawn(0.3)
-@pytest.mark.parametrize("kind", ["dense", "mixture"])
-def test_equals_one_device(rng, float64, kind):
+@pytest.mark.parametrize(
+    ("kind", "counts", "zero", "over"),
+    [("dense", (3, 1), 3, {"data"}), ("mixture", (3, 1), 2, {"data"}), ("dense", (2, 3, 1, 2), 1, {"data", "fsdp"})],
+)
+def test_equals_one_device(rng, float64, kind, counts, zero, over):
     config = tiny.decoder(**SMALL, moe=(4, 2, 8, False) if kind == "mixture" else None, remat="full")
-    model, counts = functional(config), (3, 1)
-    uneven = UnequalRows(counts, 4)
+    model, uneven = functional(config), UnequalRows(counts, 16 // sum(counts))
     batch = tiny.batch(int(rng.integers(2**16)), 16, 16, 16, packed=True, padding=True)
     want, want_grads = jax.device_get(quick.jit(value_and_grad(model, z_loss=0.01))(quick.params(config), batch))
     mesh = MeshSpec.parse("data=2,fsdp=2,tensor=2").build(jax.devices())
     abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
-    counted = CountedCrossEntropy(0.01, devices=2)
+    counted = CountedCrossEntropy(0.01, devices=len(counts), over=tuple(sorted(over)))
     with jax.set_mesh(mesh):
         params = jax.device_put(quick.params(config), shardings_of(abstract))
         rows = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
         placed = jax.device_put(uneven.arrange(batch), rows)
-        step = quick.jit(value_and_grad(model, objective=counted, micro_batches=counts))
+        step = quick.jit(value_and_grad(model, objective=counted, micro_batches=counts, zero=zero))
         program = step.lower(params, placed).compile()
         sums, grads = jax.device_get(program(params, placed))
     np.testing.assert_allclose(sums.loss, want.loss, rtol=1e-12)
@@ -67,8 +70,8 @@ def test_equals_one_device(rng, float64, kind):
     np.testing.assert_array_equal(sums.metrics["micro_batches"], counts)  # none is of padding
 
     inside, outside = joined_axes(str(program.as_text()), mesh)
-    assert inside == {"fsdp", "tensor"}
-    assert "data" in outside
+    assert inside == {"data", "fsdp", "tensor"} - over
+    assert over <= outside
 
 
 def test_rows_keep_their_order():
@@ -91,11 +94,12 @@ def test_rows_keep_their_order():
 @pytest.mark.parametrize(
     ("counts", "fields", "message"),
     [
-        ((3, 1, 2), {}, "3 numbers, but the mesh has data=2; give one number for each index of data"),
-        ((3, 2), {}, "5 micro-batches, but accumulate = 2 on data=2 makes 4.*whose sum is 4[.]"),
+        ((3, 1, 2), {}, "3 1 2 does not go with the mesh 'data=2,fsdp=2' with parallel.zero = 3.*one number for each"),
+        ((3, 1, 2, 2), {}, "does not go with the mesh .*parallel.zero = 1 and as many as data x fsdp"),
+        ((3, 2), {}, "5 micro-batches, but accumulate = 2 on data = 2 makes 4.*whose sum is 4[.]"),
         ((3, 3), {}, "sum is 4, or set accumulate to 3"),
         ((3, 1), {"batch_size": 6}, "batch_size = 6 does not divide into 4 .*nearest that do: 4, 8"),
-        ((3, 1), {"mesh": "fsdp=4"}, "rows of the devices along the mesh axis data"),
+        ((3, 1), {"mesh": "fsdp=4"}, "the mesh 'fsdp=4' with parallel.zero = 3: there is one number for each index"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, counts, fields, message):
@@ -106,11 +110,11 @@ def test_what_does_not_fit_is_refused(tmp_path, counts, fields, message):
 
 
 def test_numbers_are_listed(tmp_path):
-    with pytest.raises(ValueError, match="give each index of data one or more"):
+    with pytest.raises(ValueError, match="give each device one or more"):
         ParallelConfig(micro_batches=(2, 0))
     parallel = ParallelConfig(micro_batches=(3, 1))
     config = runs.run_config(tmp_path, mesh="data=2,fsdp=2", accumulate=2, parallel=parallel)
-    assert "uneven rows: 6, 2 rows of a step on data=0 to 1, in 3, 1" in sharding_table(config, 4).remark
+    assert "uneven rows: 6, 2 rows of a step over data, in 3, 1" in sharding_table(config, 4).remark
 
 
 @pytest.mark.drawn(0.3)
@@ -121,7 +125,7 @@ def test_a_run_resumes_bitwise(tmp_path, capsys):
     whole = runs.run_config(tmp_path, name="whole", parallel=parallel, **settings)
     even = runs.run_config(tmp_path, name="even", **settings)
     assert train(whole).complete
-    assert "uneven rows: 6, 4, 2, 4 rows of a step" in capsys.readouterr().out
+    assert "uneven rows: 6, 4, 2, 4 rows of a step over data" in capsys.readouterr().out
     assert train(even).complete
     for name in ("again", "other"):
         runs.stopped_at(tmp_path, 5, name=name, parallel=parallel, **settings)

@@ -1,4 +1,4 @@
-"""Combinations of uneven rows: what needs equally many micro-batches on all devices along ``data``.
+"""Combinations of uneven rows: what needs equally many micro-batches on all devices.
 
 Rows of the table ``jaxllm.train.combinations``.
 """
@@ -12,9 +12,9 @@ EVEN_ROWS = "leave parallel.micro_batches empty"
 UNEQUAL: tuple[Refusal, ...] = (
     Refusal(
         "uneven rows",
-        "no data axis",
-        "they are rows of the devices along the mesh axis data",
-        "give the mesh data, such as data=2,fsdp=4",
+        "numbers of other devices",
+        "there is one number for each index of data, or with ZeRO-1 for each of data x fsdp",
+        "give as many numbers as the mesh has indices of data, or parallel.zero = 1 and as many as data x fsdp",
     ),
     Refusal(
         "uneven rows",
@@ -27,8 +27,8 @@ UNEQUAL: tuple[Refusal, ...] = (
         Refusal("uneven rows", other, why, instead)
         for other, why, instead in (
             ("pipeline", "the schedule of a pipeline has a fixed number of micro-batches", NO_STAGES),
-            ("local axis", "gradients are summed over data alone", "give data the devices of local"),
-            ("two-level sums", "gradients are summed over data in one all-reduce", 'set parallel.reduce to "flat"'),
+            ("local axis", "gradients are summed over data and fsdp alone", "give data the devices of local"),
+            ("two-level sums", "gradients are summed in one all-reduce", 'set parallel.reduce to "flat"'),
             ("3-level ZeRO", "it sums the gradients of each micro-batch over data", "set parallel.zero to 3"),
             ("outer step", "the devices of a replica have equally many rows", EVEN_ROWS),
             ("compressed gradients", "they are sums over data of one pass", "leave out grads.compress"),

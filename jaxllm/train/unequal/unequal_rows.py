@@ -1,10 +1,10 @@
-"""Uneven rows: rows of a batch for devices along ``data`` that process different numbers of micro-batches (Cephalo).
+"""Uneven rows: rows of a batch for devices that process different numbers of micro-batches in a step (Cephalo).
 
 All devices run one program on arrays of equal shapes, so a device has room for the rows of the one that has most. The
 rows keep their order: the first devices have the first rows of the global batch. The room that a device does not need
 is padding after its own micro-batches, which its loop does not reach (``jaxllm.train.unequal.unequal_gradients``).
 
-Source: arXiv:2411.01075. Legend: B rows of a global batch, D devices along ``data``, S sequence.
+Source: arXiv:2411.01075. Legend: B rows of a global batch, D parts of it: indices of the uneven axes, S sequence.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from jaxtyping import Int
 from jaxllm.data import Batch
 from jaxllm.train.config import RunConfig
 from jaxllm.train.run_rows import PADDING
-from jaxllm.train.unequal.unequal_gradients import DATA
+from jaxllm.train.unequal.unequal_gradients import uneven_axes
 from sharding import ShardingError
 
 
 @dataclass(frozen=True)
 class UnequalRows:
-    """Rows of a batch for devices along ``data`` with different numbers of micro-batches.
+    """Rows of a batch for devices with different numbers of micro-batches.
 
     Attributes:
-        counts: micro-batches of each index of ``data`` in a step. [D]
+        counts: micro-batches of each index of the uneven axes in a step. [D]
         each: rows of one of its micro-batches.
+        axes: the uneven axes, ``data`` or ``data`` and ``fsdp``.
     """
 
     counts: tuple[int, ...]
     each: int
+    axes: tuple[str, ...] = ("data",)
 
     @property
     def rows(self) -> int:
@@ -73,10 +75,10 @@ class UnequalRows:
         return batch._replace(**{name: one(name, array) for name, array in batch._asdict().items()})
 
     def describe(self) -> str:
-        """Line for the log: rows and micro-batches of each index of ``data``."""
+        """Line for the log: rows and micro-batches of each index of the uneven axes."""
         rows = ", ".join(str(count * self.each) for count in self.counts)
         micro = ", ".join(map(str, self.counts))
-        return f"uneven rows: {rows} rows of a step on {DATA}=0 to {len(self.counts) - 1}, in {micro} micro-batches"
+        return f"uneven rows: {rows} rows of a step over {' x '.join(self.axes)}, in {micro} micro-batches"
 
 
 def unequal_rows(config: RunConfig, mesh: Mesh | AbstractMesh) -> UnequalRows | None:
@@ -87,30 +89,27 @@ def unequal_rows(config: RunConfig, mesh: Mesh | AbstractMesh) -> UnequalRows | 
         mesh: of the run.
 
     Raises:
-        ShardingError: ``parallel.micro_batches`` does not fit the mesh or the batch; says what does.
+        ShardingError: ``parallel.micro_batches`` does not fit the run's batch; says what does.
     """
-    counts, devices = config.parallel.micro_batches, mesh.shape.get(DATA, 1)
-    if not counts or devices == 1:  # without data they are refused (``jaxllm.train.unequal.unequal_refusals``)
+    counts = config.parallel.micro_batches
+    axes = uneven_axes(counts, config.parallel.zero, mesh.shape)
+    if not axes:  # numbers of other devices are refused by the table (``jaxllm.train.unequal.unequal_refusals``)
         return None
-    total = config.accumulate * devices
-    if len(counts) != devices:
-        raise ShardingError(
-            f"parallel.micro_batches = {' '.join(map(str, counts))} has {len(counts)} numbers, but the mesh has "
-            f"{DATA}={devices}; give one number for each index of {DATA}."
-        )
+    total, said = config.accumulate * len(counts), f"parallel.micro_batches = {' '.join(map(str, counts))}"
+    devices = " x ".join(axes)
     if sum(counts) != total:
         raise ShardingError(
-            f"parallel.micro_batches = {' '.join(map(str, counts))} are {sum(counts)} micro-batches, but accumulate = "
-            f"{config.accumulate} on {DATA}={devices} makes {total} of a batch; give numbers whose sum is {total}"
-            + (f", or set accumulate to {sum(counts) // devices}." if sum(counts) % devices == 0 else ".")
+            f"{said} are {sum(counts)} micro-batches, but accumulate = {config.accumulate} on {devices} = "
+            f"{len(counts)} makes {total} of a batch; give numbers whose sum is {total}"
+            + (f", or set accumulate to {sum(counts) // len(counts)}." if sum(counts) % len(counts) == 0 else ".")
         )
     if config.data.batch_size % total:
         raise ShardingError(
-            f"parallel.micro_batches: data.batch_size = {config.data.batch_size} does not divide into {total} "
-            f"micro-batches (accumulate x {DATA}); the nearest that do: "
+            f"{said}: data.batch_size = {config.data.batch_size} does not divide into {total} micro-batches "
+            f"(accumulate x {devices}); the nearest that do: "
             f"{', '.join(str(n) for n in _nearest(config.data.batch_size, total))}."
         )
-    return UnequalRows(counts, config.data.batch_size // total)
+    return UnequalRows(counts, config.data.batch_size // total, axes)
 
 
 def _nearest(rows: int, parts: int) -> list[int]:

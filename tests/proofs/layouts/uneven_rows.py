@@ -29,10 +29,15 @@ AXES = ("data", "fsdp", "context", "expert", "tensor")
 MESHES = [
     ",".join(f"{axis}={n}" for axis, n in zip(AXES, sizes, strict=True) if n > 1)
     for sizes in itertools.product([1, 2, 4, 8], repeat=len(AXES))
-    if math.prod(sizes) == 8 and sizes[0] > 1
+    if math.prod(sizes) == 8 and max(sizes[:2]) > 1
 ]
-"""All meshes of eight devices with the axis data."""
-CELLS = [(mesh, kind) for mesh in MESHES for kind in KINDS if kind != "dense" or "expert" not in mesh]
+"""All meshes of eight devices with the axis data or fsdp."""
+CELLS = [
+    (mesh, kind)
+    for mesh in MESHES
+    for kind in (KINDS if "data" in mesh else ("mixture", "dense"))
+    if kind != "dense" or "expert" not in mesh
+]
 
 
 def example_of(mesh: str, kind: str) -> dict[str, Any]:
@@ -43,11 +48,14 @@ def example_of(mesh: str, kind: str) -> dict[str, Any]:
         return values[rng.integers(len(values))]
 
     sizes = dict(MeshSpec.parse(mesh).axes)
-    accumulate = one(2, 3)
-    counts = 1 + rng.multinomial((accumulate - 1) * sizes["data"], rng.dirichlet([0.5] * sizes["data"]))
+    accumulate, fsdp = one(2, 3), sizes.get("fsdp", 1)
+    zero = one(1, 2, 3) if "data" in mesh else 1
+    over_fsdp = fsdp > 1 and zero == 1 and one(True, "data" not in mesh)
+    devices = sizes.get("data", 1) * (fsdp if over_fsdp else 1)
+    counts = 1 + rng.multinomial((accumulate - 1) * devices, rng.dirichlet([0.5] * devices))
     if len(set(counts.tolist())) == 1:
         counts[0], counts[1] = counts[0] + 1, counts[1] - 1
-    each = sizes.get("fsdp", 1) * sizes.get("expert", 1) * one(1, 2)
+    each = (1 if over_fsdp else fsdp) * sizes.get("expert", 1) * one(1, 2)
     return {
         "counts": tuple(counts.tolist()),
         "accumulate": accumulate,
@@ -55,7 +63,7 @@ def example_of(mesh: str, kind: str) -> dict[str, Any]:
         "packed": one(False, True),
         "plan": {
             "context": "all_gather",
-            "zero": one(1, 2, 3),
+            "zero": zero,
             "sequence": one(False, True),
             "layout": one("contiguous", "zigzag", "striped"),
         },
@@ -130,7 +138,7 @@ def run(example: dict[str, Any], mesh: str | None) -> tuple[Any, np.ndarray, Any
     bound={"loss": 1e-10, "gradient": 1e-10, "curve of 10 steps": 1e-10, "parameters after 10 steps": 1e-10},
 )
 def uneven_rows_float64(cell: tuple[str, str]) -> dict[str, float]:
-    """Loss, each leaf's gradient and a 10-step AdamW curve, every mesh with data, drawn counts of micro-batches."""
+    """Loss, each leaf's gradient and a 10-step AdamW curve, every mesh with data or fsdp, drawn counts."""
     example = example_of(*cell)
     (want, one, last), (got, many, ended) = run(example, None), run(example, cell[0])
     relative = np.abs(many - one) / np.maximum(np.abs(one), 1e-3)
@@ -142,30 +150,47 @@ def uneven_rows_float64(cell: tuple[str, str]) -> dict[str, float]:
     }
 
 
-@proof("layouts", cases=MESHES, sample=1)
-def no_collective_over_data_in_the_loop(mesh: str) -> None:
-    """The compiled step: collectives in the loop over micro-batches join every other axis, and data only after it."""
+PROGRAMS = [
+    (mesh, over)
+    for mesh in MESHES
+    for over in ("data", "data x fsdp")
+    if ("data" in mesh if over == "data" else "fsdp" in mesh)
+]
+"""Mesh, and the axes whose devices have numbers of their own."""
+
+
+@proof("layouts", cases=PROGRAMS, sample=1)
+def no_collective_of_uneven_rows_in_the_loop(case: tuple[str, str]) -> None:
+    """The compiled step: collectives in the loop over micro-batches join every other axis, the uneven ones after it."""
+    mesh, over = case
     sizes = dict(MeshSpec.parse(mesh).axes)
-    counts = (3, *(2,) * (sizes["data"] - 2), 1)
-    config = tiny.decoder(heads=8, kv_heads=8, head_dim=4, embed_dim=16, mlp=8, vocab_size=16, dtype="float32")
-    if "expert" in sizes:
-        config = tiny.decoder(
-            heads=8, kv_heads=8, head_dim=4, embed_dim=16, vocab_size=16, dtype="float32", moe=(8, 2, 8, False)
-        )
-    plan = ParallelConfig(micro_batches=counts, context="all_gather")
+    uneven = {axis for axis in ("data", "fsdp") if axis in sizes and axis in over}
+    devices = math.prod(sizes[axis] for axis in uneven)
+    counts = (3, *(2,) * (devices - 2), 1)
+    config = tiny.decoder(
+        heads=8,
+        kv_heads=8,
+        head_dim=4,
+        embed_dim=16,
+        mlp=8,
+        vocab_size=16,
+        dtype="float32",
+        moe=(8, 2, 8, False) if "expert" in sizes else None,
+    )
+    plan = ParallelConfig(micro_batches=counts, context="all_gather", zero=1 if "fsdp" in uneven else 3)
     model = functional(config, plan.rules())
     built = MeshSpec.parse(mesh).build(jax.devices())
-    each = sizes.get("fsdp", 1) * sizes.get("expert", 1)
+    each = math.prod(sizes.get(axis, 1) for axis in {"fsdp", "expert"} - uneven)
     data = DataConfig(batch_size=each * sum(counts), seq_len=SEQ_LEN)
     whole = RunConfig(model=config, parallel=plan, mesh=mesh, accumulate=2, data=data)
-    grads_of, uneven = build_value_and_grad(whole, model, built), unequal_rows(whole, built)
-    assert uneven is not None
+    grads_of, arranged = build_value_and_grad(whole, model, built), unequal_rows(whole, built)
+    assert arranged is not None
     abstract = abstract_state(model, optimizer(OPTIM, STEPS, model.logical_axes()), built)
     rows = jax.NamedSharding(built, model.rules.spec(("batch", "seq"), built))
-    batch = uneven.arrange(tiny.batch(1, data.batch_size, SEQ_LEN, config.vocab_size, packed=True))
+    batch = arranged.arrange(tiny.batch(1, data.batch_size, SEQ_LEN, config.vocab_size, packed=True))
     with jax.set_mesh(built):
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch)
         text = jax.jit(grads_of).lower(abstract.params, given).compile(environment.AS_EVER).as_text()
     inside, outside = joined_axes(str(text), built)
-    assert inside == set(sizes) - {"data"}
-    assert "data" in outside
+    assert inside == set(sizes) - uneven
+    assert uneven <= outside
