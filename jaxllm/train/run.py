@@ -135,7 +135,7 @@ class Run:
         reporter: sends the phases of an elastic run's loop to its supervisor; None until the run is trained.
         failed_at: time of the failure before this start of an elastic run, until a step is done; else None.
         rows: rows of a batch on the devices: those of the data, and of padding in an elastic run or beside uneven rows.
-        unequal: uneven rows of the devices along ``data``; else None.
+        unequal: uneven rows of the devices, where ``parallel.micro_batches`` has numbers; else None.
         slots: slots that batches are arranged in, with context parallelism by need; else None.
 
     Raises:
@@ -205,9 +205,9 @@ class Run:
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
         self.slots = context_slots(config, self.mesh, self.model.rules)
-        # With slots, documents move between rows; with padding, parts are unequal. Each process loads the whole batch.
         self.unequal = unequal_rows(config, self.mesh)
-        # Uneven rows are parts of unequal size too.
+        # With slots, documents move between rows; with padding and uneven rows, parts are unequal. Each process loads
+        # the whole batch.
         whole = self.slots is not None or self.unequal is not None or self.rows != config.data.batch_size
         self.data_shard, self.num_data_shards = (0, 1) if whole else local_part(self.batch_sharding, shape)
         device = self.mesh.devices.flat[0]

@@ -74,6 +74,15 @@ def test_equals_one_device(rng, float64, kind, counts, zero, over):
     assert over <= outside
 
 
+def test_numbers_of_other_devices_are_refused():
+    model = functional(tiny.decoder(**SMALL, dtype="float32"))
+    mesh = MeshSpec.parse("data=2,fsdp=4").build(jax.devices())
+    abstract = abstract_params(model.abstract(), model.logical_axes(), mesh, model.rules)
+    batch = tiny.batch(1, 24, 16, 16, packed=False)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="one number of micro-batches for each index of the mesh"):
+        jax.eval_shape(value_and_grad(model, micro_batches=(1, 2, 3)), abstract, batch)
+
+
 def test_rows_keep_their_order():
     uneven = UnequalRows(COUNTS, 2)
     batch = tiny.batch(1, 16, 8, 16, packed=False)

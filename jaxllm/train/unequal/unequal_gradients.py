@@ -1,5 +1,7 @@
 """Gradients of uneven rows: devices loop over their own numbers of micro-batches and add their gradients once a step.
 
+Rows of unequal devices by their speed are those of Cephalo (arXiv:2411.01075).
+
 The program is manual over the axes whose devices have different trip counts (``jax.shard_map``): ``data``, or ``data``
 and ``fsdp`` with ZeRO-1, whose weights are all-gathered once a step, before the loop. No collective over these axes
 runs inside the loop. Losses and gradients are sums over each device's own tokens, and are added over the axes after it.
@@ -63,8 +65,16 @@ def sums_over_uneven_rows(
         given: further arguments of ``local``, replicated.
 
     Returns:
-        sums and gradients added over the axes, the latter sharded as the parameters, and the largest amax.
+        sums and gradients added over the axes, and the largest amax.
+
+    Raises:
+        ValueError: there are no uneven axes.
     """
+    if not over:
+        raise ValueError(
+            "uneven rows: give one number of micro-batches for each index of the mesh axis data, or with zero = 1 for "
+            "each of data x fsdp."
+        )
     mesh = jax.sharding.get_abstract_mesh()
     stored = jax.tree.map(_spec, params)
     whole = jax.tree.map(lambda spec: jax.P(*without_axes(spec, frozenset(over))), stored, is_leaf=is_spec)
