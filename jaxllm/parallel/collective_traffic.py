@@ -58,6 +58,11 @@ def expected_collectives(
         raise NotImplementedError(
             'collective traffic with context = "by_need": the documents of a batch decide on its micro-steps and rings.'
         )
+    if plan.micro_batches:
+        raise NotImplementedError(
+            "collective traffic with parallel.micro_batches: devices along data are in different micro-batches; there "
+            "is no formula yet."
+        )
     step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate, proven)
     if proven:
         step.check()

@@ -57,6 +57,10 @@ class ParallelConfig:
             "expert=8", or with the experts' width split too, "expert=4,tensor=2"; empty: experts are split over
             ``expert``, and their width over ``tensor``.
         layout: assignment of a row's tokens to devices over ``context`` (``pallas_kernels.ring_attention.layout``).
+        micro_batches: uneven rows (Cephalo, arXiv:2411.01075): micro-batches of each index of the mesh axis ``data`` in
+            a step, or with ZeRO-1 of each of ``data`` x ``fsdp``, for devices of unequal speed; their mean is the run's
+            ``accumulate``. Gradients are then summed over these axes once a step (``jaxllm.train.unequal``). Empty:
+            ``accumulate`` each.
         schedule: pipeline schedule, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
             the run's ``accumulate``.
         chunks: virtual stages per stage for "interleaved", "gis" and "gis_min"; 0 for the default of the schedule.
@@ -78,6 +82,7 @@ class ParallelConfig:
     slot: int = 0
     experts: str = ""
     layout: Layout = "zigzag"
+    micro_batches: tuple[int, ...] = ()
     schedule: Name = "1f1b"
     chunks: int = 0
     depths: tuple[int, ...] = ()
@@ -101,6 +106,9 @@ class ParallelConfig:
                 f'parallel: slot = {self.slot} is for context = "by_need": give both and a number of tokens, or leave '
                 "slot 0."
             )
+        if any(n < 1 for n in self.micro_batches):
+            given = " ".join(map(str, self.micro_batches))
+            raise ValueError(f"parallel: micro_batches = {given}; give each device one or more.")
         self.folding()
         self.factoring()
 

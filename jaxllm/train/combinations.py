@@ -28,6 +28,7 @@ from jaxllm.train.run_features import (
     Refusal,
     Sizes,
 )
+from jaxllm.train.unequal.unequal_refusals import UNEQUAL
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("pipeline", "optimizer without stages", "its step needs the whole model on one device", NO_STAGES),
@@ -112,6 +113,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     *LOW_COMMUNICATION,
     *ELASTIC,
+    *UNEQUAL,
     Refusal(
         "3-level ZeRO",
         "one level",

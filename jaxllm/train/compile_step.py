@@ -24,7 +24,7 @@ from jaxllm.train.disk.saved_inputs import saved_host_bytes
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.step_bytes import disk_step_bytes, program_bytes, shard_bytes
 from jaxllm.train.disk.streamed_bytes import device_peak
-from jaxllm.train.run import build_value_and_grad, run_mesh
+from jaxllm.train.run import batch_rows, build_value_and_grad, run_mesh
 from jaxllm.train.run_model import run_model
 from jaxllm.train.run_slots import abstract_slotted, context_slots
 from jaxllm.train.step.objective import make_objective
@@ -285,7 +285,7 @@ def _step_for(run: RunConfig, devices: list[jax.Device]) -> tuple[Any, tuple[Any
 
 def abstract_batch(run: RunConfig, model: Functional, mesh: Mesh | AbstractMesh) -> Any:
     """Shapes and shardings of a batch of the run's step."""
-    shape = (run.data.batch_size, run.data.seq_len)
+    shape = (batch_rows(run, mesh, model.rules), run.data.seq_len)
     spec = model.rules.spec(("batch", "seq"), mesh, shape, what="batch")
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
     values = jax.ShapeDtypeStruct(shape, at_least_f32(jnp.dtype(run.model.dtype)), sharding=tokens.sharding)

@@ -71,6 +71,7 @@ from jaxllm.train.step.step_builder import (
 from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import ValueAndGrad, jit_split_step, jit_step
+from jaxllm.train.unequal.unequal_rows import unequal_rows
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.tensor_factoring import legal
@@ -133,7 +134,8 @@ class Run:
         until: number of steps after which this start ends.
         reporter: sends the phases of an elastic run's loop to its supervisor; None until the run is trained.
         failed_at: time of the failure before this start of an elastic run, until a step is done; else None.
-        rows: rows of a batch on the devices: those of the data, and of padding in an elastic run.
+        rows: rows of a batch on the devices: those of the data, and of padding in an elastic run or beside uneven rows.
+        unequal: uneven rows of the devices, where ``parallel.micro_batches`` has numbers; else None.
         slots: slots that batches are arranged in, with context parallelism by need; else None.
 
     Raises:
@@ -203,8 +205,10 @@ class Run:
         spec = self.model.rules.spec(("batch", "seq"), self.mesh, shape, what="batch")
         self.batch_sharding = NamedSharding(self.mesh, spec)
         self.slots = context_slots(config, self.mesh, self.model.rules)
-        # With slots, documents move between rows; with padding, parts are unequal. Each process loads the whole batch.
-        whole = self.slots is not None or self.rows != config.data.batch_size
+        self.unequal = unequal_rows(config, self.mesh)
+        # With slots, documents move between rows; with padding and uneven rows, parts are unequal. Each process loads
+        # the whole batch.
+        whole = self.slots is not None or self.unequal is not None or self.rows != config.data.batch_size
         self.data_shard, self.num_data_shards = (0, 1) if whole else local_part(self.batch_sharding, shape)
         device = self.mesh.devices.flat[0]
         self.compiler_options = options(device.platform, device.device_kind, config.compiler_options)
@@ -227,7 +231,9 @@ class Run:
         """This process's rows of a batch, placed on the devices; in slots, where the run has them."""
         if self.slots is not None:
             return put_slotted(batch, self.slots, self.batch_sharding)
-        if self.rows != self.config.data.batch_size:
+        if self.unequal is not None:
+            batch = self.unequal.arrange(batch)
+        elif self.rows != self.config.data.batch_size:
             batch = pad_rows(batch, self.rows)
         return put_batch(batch, self.batch_sharding, self.rows, self.data_shard * self.rows // self.num_data_shards)
 
@@ -398,7 +404,7 @@ def two_level_mesh(config: RunConfig, mesh: MeshSpec, islands: int, platform: st
     """
     reduce = config.parallel.reduce
     plain = config.outer.kind == "none" and not (config.grads.compress or config.device_order)
-    plain = plain and dict(mesh.axes).get("stage", 1) == 1
+    plain = plain and dict(mesh.axes).get("stage", 1) == 1 and not config.parallel.micro_batches
     if (
         reduce == "two_level"
         or config.parallel.zero == "3level"
@@ -497,14 +503,23 @@ def mesh_check(config: RunConfig, model: Functional) -> Callable[[AbstractMesh],
 
 
 def batch_rows(config: RunConfig, mesh: Any, rules: Any) -> int:
-    """Rows of a batch on a mesh: those of the data, and in an elastic run of padding, so that they divide."""
+    """Rows of a batch on a mesh: those of the data, and of padding in an elastic run and beside uneven rows."""
     rows = config.data.batch_size
+    if (unequal := unequal_rows(config, mesh)) is not None:
+        return unequal.rows
     return rows_on_mesh(rows, mesh, rules, config.accumulate) if config.elastic.enabled else rows
+
+
+def micro_batch_rows(config: RunConfig, mesh: Any, rules: Any) -> int:
+    """Rows of a micro-batch on all devices: those of a batch over ``accumulate``."""
+    if (unequal := unequal_rows(config, mesh)) is not None:
+        return unequal.each * len(unequal.counts)
+    return batch_rows(config, mesh, rules) // config.accumulate
 
 
 def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
     """Checks that a micro-batch divides over the mesh; raises ShardingError or ValueError."""
-    shape = (batch_rows(config, mesh, rules) // config.accumulate, config.data.seq_len)
+    shape = (micro_batch_rows(config, mesh, rules), config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     context_slots(config, mesh, rules)
@@ -538,6 +553,7 @@ def build_value_and_grad(config: RunConfig, model: Functional, mesh: Mesh | Abst
         )
     slots = context_slots(config, mesh, model.rules)
     sizes = () if slots is None else slots.sizes
+    shared["micro_batches"] = config.parallel.micro_batches
     return value_and_grad(model, accumulate=config.accumulate, routing=config.routing, ring_sizes=sizes, **shared)
 
 

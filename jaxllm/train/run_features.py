@@ -13,6 +13,7 @@ from jaxllm.models.remat import saves_names_alone
 from jaxllm.parallel.pipeline.stage_split import Remat
 from jaxllm.train.config import RunConfig
 from jaxllm.train.step.objective import HeadObjective, make_objective
+from jaxllm.train.unequal.unequal_gradients import uneven_axes
 
 Sizes = Mapping[str, int]
 """Sizes of the mesh axes."""
@@ -174,6 +175,16 @@ FEATURES: dict[str, Feature] = {
     "tokens out of order": Feature(
         lambda run, sizes: run.parallel.layout != "contiguous" and sizes.get("context", 1) > 1,
         lambda run: f'parallel.layout = "{run.parallel.layout}"',
+    ),
+    "uneven rows": Feature(
+        lambda run, _: bool(run.parallel.micro_batches),
+        lambda run: f"parallel.micro_batches = {' '.join(map(str, run.parallel.micro_batches))}",
+    ),
+    "numbers of other devices": Feature(
+        lambda run, sizes: (
+            bool(run.parallel.micro_batches) and not uneven_axes(run.parallel.micro_batches, run.parallel.zero, sizes)
+        ),
+        lambda run: f"the mesh {run.mesh!r} with {_zero(run)}",
     ),
     "replicas": Feature(
         lambda run, sizes: sizes.get("replica", 1) > 1, lambda run: f"the mesh {run.mesh!r} with replicas"

@@ -27,6 +27,7 @@ from jaxllm.train.run_model import run_model
 from jaxllm.train.run_slots import context_slots
 from jaxllm.train.step.pipelined_loss import pipeline_plan
 from jaxllm.train.step.step_builder import build_optimizer, run_state
+from jaxllm.train.unequal.unequal_rows import unequal_rows
 from sharding import MeshSpec
 from sharding.topology import Topology
 
@@ -74,7 +75,9 @@ def sharding_table(config: RunConfig, num_devices: int, topology: Topology | Non
     if config.grads.compress:
         return replace(found, remark=compressed_remark(config, state.params, mesh))
     slots = context_slots(config, mesh, model.rules)
-    remark = "\n".join(filter(None, (outer, "" if slots is None else slots.describe())))
+    uneven = unequal_rows(config, mesh)
+    said = [one.describe() for one in (slots, uneven) if one is not None]
+    remark = "\n".join(filter(None, (outer, *said)))
     if outer:
         rows //= mesh.shape[REPLICA]
         mesh = mesh.update(axis_sizes=tuple(1 if name == REPLICA else n for name, n in mesh.shape.items()))

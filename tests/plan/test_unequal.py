@@ -22,9 +22,12 @@ from jaxllm.plan.hardware import HardwareError
 from jaxllm.plan.unequal.device_order import OrderCosts, annealed_order, best_order
 from jaxllm.plan.unequal.unequal_cluster import read_cluster
 from jaxllm.plan.unequal.unequal_search import search_unequal
+from jaxllm.plan.unequal.unequal_view import described_plan
 from jaxllm.plan.unequal.unit_cost import stage_unit_cost
 from jaxllm.train.combinations import check_combinations
-from jaxllm.train.run import Run
+from jaxllm.train.run import Run, mesh_check
+from jaxllm.train.run_model import run_model
+from jaxllm.train.unequal.unequal_rows import unequal_rows
 from recipes.llama3 import llama3_8b
 from sharding import MeshSpec, ShardingError
 from tests.train import runs
@@ -114,10 +117,23 @@ def test_groups_stay_together_and_slow_units_have_fewer_layers(tmp_path):
     assert sum(two.depths) == 32
     assert two.seconds == pytest.approx(sum(two.parts.values()))
     assert two.even is None or two.seconds < two.even
-    uneven = [plan for plan in plans if "uneven rows" in plan.missing]
+    uneven = [plan for plan in plans if plan.run.parallel.micro_batches]
     assert uneven
     assert all(sum(plan.rows) == 256 and plan.rows[0] > plan.rows[3] for plan in uneven)
     assert all(sum(plan.state) in (pytest.approx(1), 4) for plan in uneven)
+    runs_with = [plan for plan in uneven if not plan.missing]
+    assert runs_with
+    for plan in runs_with:  # the run is one that training takes, and needs no more time than with equal rows
+        counts = plan.run.parallel.micro_batches
+        assert sum(counts) == plan.run.accumulate * 4
+        rows = unequal_rows(plan.run, plan.mesh.abstract())
+        assert rows is not None
+        assert tuple(n * rows.each for n in counts) == plan.rows
+        mesh_check(plan.run, run_model(plan.run))(plan.mesh.abstract())
+        check_combinations(plan.run, dict(plan.mesh.axes))
+        assert plan.even is not None
+        assert plan.seconds < plan.even
+        assert f"--parallel.micro-batches {' '.join(map(str, counts))}" in described_plan(1, plan, cluster)
 
 
 def test_annealing_finds_the_clusters_of_many_units():
@@ -134,8 +150,10 @@ def test_annealing_finds_the_clusters_of_many_units():
 def test_the_command_ranks_saves_and_refuses(tmp_path, capsys):
     file, recipe, saved = tmp_path / "cluster.toml", tmp_path / "planned.py", tmp_path / "plans.json"
     file.write_text(NEW + OLD.replace("1x8", "2x8") + NETWORK + BETWEEN)
-    small = ["--model.layers", "7", "--data.batch-size", "32"]
-    argv = ["plan", "llama3_8b", "--on", str(file), *small]
+    argv = ["plan", "llama3_8b", "--on", str(file), "--model.layers", "7"]
+    assert cli.main([*argv, "--data.batch-size", "32"]) == 0
+    assert "--parallel.micro-batches 3 3 1 1" in capsys.readouterr().out
+    argv = [*argv, "--data.batch-size", "8"]  # too few rows for replicas of several micro-batches
     assert cli.main([*argv, "--explain", "1", "--save", str(recipe), "--json", str(saved)]) == 0
     said, plans = capsys.readouterr().out, json.loads(saved.read_text())
     assert "device order: " in said

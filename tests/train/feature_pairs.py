@@ -49,6 +49,7 @@ from jaxllm.train.step.step_builder import (
     run_state,
     streamed_model,
 )
+from jaxllm.train.unequal.unequal_rows import unequal_rows
 from sharding import MeshSpec
 from tests import quick, tiny
 
@@ -102,6 +103,12 @@ def _all(*settings: Setting) -> Setting:
     return lambda run: functools.reduce(lambda made, setting: setting(made), settings, run)
 
 
+def _uneven_rows(run: RunConfig) -> RunConfig:
+    others = [axis for axis in sizes_of(run) if axis not in ("data", "fsdp", "replica")]
+    made = dataclasses.replace(run, mesh=f"data=2,{(*others, 'fsdp')[0]}=2", accumulate=max(2, run.accumulate))
+    return _parallel(micro_batches=(2 * made.accumulate - 1, 1))(made)
+
+
 SETTINGS: dict[str, Setting] = {
     "replicas": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("diloco", every=1)),
     "no replicas": _run(mesh="fsdp=4"),
@@ -113,6 +120,7 @@ SETTINGS: dict[str, Setting] = {
     "two-level sums": _all(_run(mesh="data=2,local=2"), _parallel(reduce="two_level")),
     "no data axis": _run(mesh="fsdp=4"),
     "no outer step": _run(outer=OuterConfig()),
+    "uneven rows": _uneven_rows,
     "pipeline": _pipeline,
     "virtual stages": _parallel(schedule="interleaved", chunks=2),
     "depths of stages": _parallel(depths=(1, 3)),
@@ -211,9 +219,10 @@ def sizes_of(run: RunConfig) -> dict[str, int]:
 
 
 def put_rows(run: RunConfig, model: Any, mesh: Any, batch: Any) -> Any:
-    """A batch on the devices of a run; in slots, where it has them."""
+    """A batch on the devices of a run; in slots or uneven rows, where it has them."""
     rows = jax.NamedSharding(mesh, model.rules.spec(("batch", "seq"), mesh))
-    slots = context_slots(run, mesh, model.rules)
+    slots, uneven = context_slots(run, mesh, model.rules), unequal_rows(run, mesh)
+    batch = batch if uneven is None else uneven.arrange(batch)
     return jax.device_put(batch, rows) if slots is None else put_slotted(batch, slots, rows)
 
 

@@ -232,27 +232,29 @@ def _replicas(
     units, micro = cluster.units, laid.accumulate
     of, limits = [costs[unit.group] for unit in units], [cluster.groups[unit.group].limit for unit in units]
     link = min(rate for row in cluster.links for rate in row)
-    sums = max(one.sums for one in of) / link
+    sums, sums_once = (max(getattr(one, name) for one in of) / link for name in ("sums", "sums_once"))
     a_batch = laid.data.batch_size // (micro * len(units))  # rows of a unit's micro-batch
     memory = [one.memory.total for one in of]
     over = max(size - limit for size, limit in zip(memory, limits, strict=True))
 
-    def plan(counts: tuple[int, ...], state: tuple[float, ...], missing: str) -> UnequalPlan:
+    def plan(counts: tuple[int, ...], state: tuple[float, ...], missing: str, own_counts: bool) -> UnequalPlan:
         ready = [one.fixed + n * one.micro_batch for one, n in zip(of, counts, strict=True)]
         slow = max(range(len(units)), key=lambda u: ready[u])
-        parts = {"compute": ready[slow], "sums": sums}
+        sent = sums_once if own_counts else sums
+        parts = {"compute": ready[slow], "sums": sent}
         where = cluster.groups[units[slow].group].name
         limit = (
-            f"{where}, which computes longest" if ready[slow] >= sums else f"sums of gradients at {link / 1e9:.3g} GB/s"
+            f"{where}, which computes longest" if ready[slow] >= sent else f"sums of gradients at {link / 1e9:.3g} GB/s"
         )
+        parallel = dataclasses.replace(laid.parallel, micro_batches=counts if own_counts else ())
         held = [
             round(one.memory.total - (1 - share) * one.memory.optimizer) for one, share in zip(of, state, strict=True)
         ]
         ready_even = max(one.fixed + micro * one.micro_batch for one in of) + sums
         return UnequalPlan(
-            laid,
+            dataclasses.replace(laid, parallel=parallel),
             mesh,
-            ready[slow] + sums,
+            ready[slow] + sent,
             parts,
             limit,
             tuple(range(len(units))),
@@ -267,16 +269,23 @@ def _replicas(
 
     found = []
     if over <= 0:
-        found.append(plan((micro,) * len(units), (1.0,) * len(units), ""))
-    if laid.parallel.zero != 1 or micro == 1:
-        return over, found  # gradients are summed after each micro-batch, of which replicas must have equally many
+        found.append(plan((micro,) * len(units), (1.0,) * len(units), "", False))
+    if micro == 1 or not sums_once_a_step(laid, mesh):
+        return over, found
     counts = split_rows([one.micro_batch for one in of], [one.fixed for one in of], micro * len(units))
     room = [limit - one.memory.total + one.memory.optimizer for one, limit in zip(of, limits, strict=True)]
     shares = split_state(room, of[0].memory.optimizer)
     if shares is not None:
-        whole = over <= 0
-        uneven = len(set(counts)) > 1
-        said = [*(["uneven rows"] if uneven else []), *([] if whole else ["uneven shards of optimizer state"])]
-        if said:
-            found.append(plan(counts, (1.0,) * len(units) if whole else shares, " and ".join(said)))
+        if over > 0:
+            found.append(plan(counts, shares, "uneven shards of optimizer state", True))
+        elif len(set(counts)) > 1 or sums_once < sums:
+            found.append(plan(counts, (1.0,) * len(units), "", True))
     return over, found
+
+
+def sums_once_a_step(run: RunConfig, mesh: MeshSpec) -> bool:
+    """Whether the costs of replicas hold for uneven rows, which sum gradients over ``data`` once a step.
+
+    Inside a replica gradients are then summed in each micro-batch, as ZeRO 2 and 3 do, and ZeRO-1 does not.
+    """
+    return run.parallel.zero != 1 or all(size == 1 for name, size in mesh.axes if name not in ("data", "tensor"))

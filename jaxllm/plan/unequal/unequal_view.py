@@ -83,6 +83,10 @@ def described_plan(number: int, plan: UnequalPlan, cluster: UnequalCluster) -> s
             said.append(f"{_range([100 * plan.state[u] for u in own])}% of the optimizer state")
         said.append(f"{max(plan.memory[u] for u in own) / GIB:.1f} GiB of {group.limit / GIB:.1f}")
         lines.append(f"  {group.name}: {', '.join(said)}")
+    if counts := plan.run.parallel.micro_batches:
+        said = f"  micro-batches of data=0 to {len(counts) - 1}: {' '.join(map(str, counts))}"
+        even = "equal rows do not fit" if plan.even is None else f"{plan.even:.3f} s a step with equal rows"
+        lines.append(f"{said}; {even}")
     if plan.missing:
         lines.append(f"  does not run as it is: training has no {plan.missing}")
     else:
@@ -132,6 +136,7 @@ def options(plan: UnequalPlan) -> list[str]:
     said += ["--parallel.zero", str(parallel.zero)]
     said += ["--parallel.sequence"] if parallel.sequence else []
     said += ["--parallel.depths", *map(str, parallel.depths)] if parallel.depths else []
+    said += ["--parallel.micro-batches", *map(str, parallel.micro_batches)] if parallel.micro_batches else []
     return said + (["--device-order", *map(str, run.device_order)] if run.device_order else [])
 
 

@@ -67,12 +67,14 @@ class ReplicaUnitCost:
         micro_batch: seconds of a micro-batch of its rows.
         fixed: seconds of what a step has once.
         sums: bytes that a device sends to other replicas in a step.
+        sums_once: the same where gradients are summed over replicas once a step, as with uneven rows.
         memory: of a device, with all of its optimizer state.
     """
 
     micro_batch: float
     fixed: float
     sums: float
+    sums_once: float
     memory: MemoryEstimate
 
 
@@ -127,9 +129,15 @@ def replica_unit_cost(
     once, again = (step_time.predict_work(work, as_if, calibration).seconds / speed for work in works)
     each = (again - once) / run.accumulate
     network = Network(as_if, mesh)
-    sums = sum(one.count * network.sent(one.kind, one.axes, one.bytes)[1] for one in step_time.collectives(run, mesh))
+
+    def sums(run: RunConfig) -> float:
+        sent = step_time.collectives(run, mesh)
+        return sum(one.count * network.sent(one.kind, one.axes, one.bytes)[1] for one in sent)
+
+    # ZeRO-1 sums shards of the gradients over replicas once a step.
+    once_a_step = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, zero=1))
     memory = memory_estimate.predict_work(works[0], as_if.topology)
-    return ReplicaUnitCost(each, max(0.0, once - run.accumulate * each), sums, memory)
+    return ReplicaUnitCost(each, max(0.0, once - run.accumulate * each), sums(run), sums(once_a_step), memory)
 
 
 def _of_depth(run: RunConfig, stages: int, depth: int) -> RunConfig:

@@ -31,6 +31,7 @@ from jaxllm.train.step.objective import (
     sharded_token_logprobs,
 )
 from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig
+from jaxllm.train.unequal.unequal_gradients import own_count, sums_over_uneven_rows, uneven_axes
 from pallas_kernels.ring_attention import Layout, order
 
 
@@ -44,6 +45,7 @@ def loss_sums(
     routing: RoutingConfig | None = None,
     objective: Objective | None = None,
     ring: tuple[tuple[int, ...], Int[Array, ""]] | None = None,
+    permuted: bool = False,
 ) -> LossSums:
     """Forward pass and loss of a batch, summed over its targets; targets below 0 are masked.
 
@@ -60,12 +62,13 @@ def loss_sums(
             no routing losses.
         ring: ring sizes, and the index of the one in use, where the documents of the batch lie in slots
             (``jaxllm.data.context_by_need``); None: rows are split by the layout.
+        permuted: whether the tokens are in the order of the layout already (``permute_sequence``).
     """
     objective = _given_or_cross_entropy(objective, z_loss)
     items = objective.items(batch)
     if not isinstance(objective, HeadObjective):
         return objective(model, params, batch)._replace(items=items)
-    if ring is None:
+    if ring is None and not permuted:
         with sharding.use_rules(model.rules):
             batch = permute_sequence(batch, layout)
     segments = model.training_context(batch.segment_ids, layout)
@@ -189,6 +192,7 @@ def value_and_grad(
     objective: Objective | None = None,
     trainable: Any = None,
     ring_sizes: tuple[int, ...] = (),
+    micro_batches: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """Loss and gradients of a step: ``(params, batch) -> (LossSums, gradients of the mean loss per target token)``.
 
@@ -211,6 +215,9 @@ def value_and_grad(
             booleans; None: all.
         ring_sizes: those of batches whose documents lie in slots: the function then takes a ``SlottedBatch``
             (``jaxllm.data.context_by_need``), of which each micro-step is a micro-batch. Empty: a plain batch.
+        micro_batches: those of each index of the mesh axis ``data``, or of ``data`` x ``fsdp`` with ZeRO-1, where they
+            are uneven; the function then takes a batch that ``jaxllm.train.unequal.unequal_rows.UnequalRows`` has
+            arranged. Empty: ``accumulate`` each.
 
     Raises:
         NotImplementedError: when traced with packed expert weights, which have no gradients.
@@ -233,6 +240,28 @@ def value_and_grad(
             )
         dtype = jnp.promote_types(jnp.dtype(model.config.dtype), jnp.float32)
         total = jnp.maximum(objective.total(batch.rows if ring_sizes else batch), 1).astype(dtype)
+        if micro_batches:
+            # XLA does not partition this gather where a part of the mesh axes is manual.
+            with sharding.use_rules(model.rules):
+                batch = permute_sequence(batch, layout)
+            over = uneven_axes(micro_batches, zero, jax.sharding.get_abstract_mesh().shape)
+            summed = sums_over_uneven_rows(
+                functools.partial(of_rows, tree=tree, over=over), over, params, batch, total, numerics
+            )
+            stored = tree.of_params(params)
+            return summed[0], jax.tree.map(_sharded_as, summed[1], stored), *summed[2:]
+        return of_rows(params, batch, total, numerics, tree)
+
+    def of_rows(
+        params: Any,
+        batch: Any,
+        total: Array,
+        numerics: Numerics | None,
+        tree: DifferentiatedTree,
+        over: tuple[str, ...] = (),
+    ) -> tuple[Any, ...]:
+        """Sums over all rows, or over those of one index of the uneven axes ``over``; ``total`` is of the batch."""
+        dtype = total.dtype
         gather = {3: lambda params: params, "3level": model.gather_for_step}.get(zero, model.gather)
         whole = gather(params)
         params, used = tree.of_params(params), tree.of_params(whole)
@@ -243,7 +272,8 @@ def value_and_grad(
             points, amax = inputs
             of_forward = model.with_amax_history(tree.into_params(points, whole), amax)
             rings = None if ring is None else (ring_sizes, ring)
-            sums = loss_sums(model, of_forward, batch, layout=layout, routing=routing, objective=objective, ring=rings)
+            settings: dict[str, Any] = {"routing": routing, "objective": objective, "permuted": bool(micro_batches)}
+            sums = loss_sums(model, of_forward, batch, layout=layout, ring=rings, **settings)
             return sums.loss / total, sums
 
         grad = jax.value_and_grad(mean_loss, has_aux=True)
@@ -266,7 +296,7 @@ def value_and_grad(
                 return sums, reduce(grads)
             return sums, jax.tree.map(lambda g: g / scale, reduce(grads)), amax
 
-        if accumulate == 1 and not ring_sizes:
+        if accumulate == 1 and not ring_sizes and not micro_batches:
             (_, sums), (grads, amax) = grad((used, amax), whole, batch, total / scale)
             return result(sums, grads, amax)
 
@@ -303,10 +333,18 @@ def value_and_grad(
             )
         else:
             with sharding.use_rules(model.rules):
-                micro_batches = jax.tree.map(lambda x: split_micro_batches(x, accumulate), batch)
-            (sums, grads, new_amax), _ = jax.lax.scan(
-                lambda carry, micro_batch: (micro_step(carry, micro_batch), None), start, micro_batches
-            )
+                parts = jax.tree.map(lambda x: split_micro_batches(x, max(micro_batches, default=accumulate)), batch)
+            if micro_batches:
+                sums, grads, new_amax = jax.lax.fori_loop(
+                    0,
+                    own_count(micro_batches, over),
+                    lambda i, carry: micro_step(carry, jax.tree.map(lambda x: x[i], parts)),
+                    start,
+                )
+            else:
+                (sums, grads, new_amax), _ = jax.lax.scan(
+                    lambda carry, micro_batch: (micro_step(carry, micro_batch), None), start, parts
+                )
         return result(sums, grads, new_amax)
 
     return run
@@ -319,6 +357,13 @@ def _no_gradient(param: Array, weight: Array) -> Array:
         return zeros
     spec = jax.typeof(weight).sharding.spec
     return jax.sharding.reshard(zeros, jax.P(*spec.partitions, unreduced=spec.reduced) if spec.reduced else spec)
+
+
+def _sharded_as(gradient: Array, param: Array) -> Array:
+    """Gradient sharded as its parameter."""
+    if sharding.current_mesh() is None:
+        return gradient
+    return jax.sharding.reshard(gradient, jax.P(*jax.typeof(param).sharding.spec.partitions))
 
 
 def zeros_like_abstract(like: jax.ShapeDtypeStruct) -> Array:

@@ -212,13 +212,15 @@ def unequal_search_is_brute_force(seed: int) -> float:
                 ready = lambda n, own=own: max(one.fixed + k * one.micro_batch for one, k in zip(own, n, strict=True))  # noqa: E731
                 if all(one.memory.total <= most for one, most in zip(own, limit, strict=True)):
                     fastest = min(fastest, ready([laid.accumulate] * units) + sums)
-                if laid.parallel.zero != 1 or laid.accumulate == 1:
+                inner = math.prod(size for axis, size in sizes.items() if axis not in ("data", "tensor"))
+                if laid.accumulate == 1 or (laid.parallel.zero == 1 and inner > 1):
                     continue
+                once = max(one.sums_once for one in own) / slowest
                 state = own[0].memory.optimizer
                 room = [m - one.memory.total + one.memory.optimizer for one, m in zip(own, limit, strict=True)]
                 if sum(min(max(one, 0), state) for one in room) >= state:
                     every = compositions(laid.accumulate * units, units).tolist()
-                    fastest = min(fastest, min(map(ready, every)) + sums)
+                    fastest = min(fastest, min(map(ready, every)) + once)
                 continue
             if laid.parallel.schedule != "1f1b" or laid.parallel.offload:
                 continue

@@ -1,0 +1,1 @@
+"""Uneven rows: devices of one data-parallel mesh that process different numbers of micro-batches in a step."""
