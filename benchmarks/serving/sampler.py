@@ -74,6 +74,7 @@ def seconds_here(rows: int, vocab: int, width: int, rounds: int) -> dict[str, fl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.sampler", description=__doc__)
     parser.add_argument("--on", default="v6e:1x1", help="TPU topology of one device to compile for")
     parser.add_argument("--here", action="store_true", help="time it on this machine instead")
