@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from sharding import layer_layouts
 from sharding.mesh import divisors
 from sharding.rules import mesh_axes_of
 
@@ -77,6 +78,9 @@ def _forward(w: Array, whole: PartitionSpec, stored: PartitionSpec) -> tuple[Arr
 
 
 def _backward(whole: PartitionSpec, stored: PartitionSpec, _: None, gradient: Array) -> tuple[Array]:
+    if (last := layer_layouts.between(stored, whole)) is not None:
+        late = whole.reduced - {layer_layouts.AXIS}
+        gradient = jax.sharding.reshard(gradient, jax.P(*last, unreduced=late))
     return (jax.sharding.reshard(gradient, jax.P(*stored.partitions, unreduced=stored.reduced)),)
 
 

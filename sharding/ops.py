@@ -19,7 +19,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from sharding import collective_matmul, int8_gather, partial_sums
+from sharding import collective_matmul, int8_gather, layer_layouts, partial_sums
 from sharding.mesh import ShardingError
 from sharding.rules import DEFAULT, FEATURES, LogicalAxes, Rules, mesh_axes_of, split_sizes, without_axes
 from sharding.star_sum import star_sum
@@ -445,22 +445,23 @@ def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, 
     if mesh is None:
         return w
     stored, rules = jax.typeof(w).sharding.spec, current_rules()
-    if stored.reduced and not rules.between_steps:
-        return w
     if not unreduced_grad and mesh.shape.get(FEATURES, 1) > 1:
         # Biases and gains are added to and multiplied with activations, whose heads and width are split further.
         logical = tuple(_BESIDE.get(name or "", name) for name in logical)
     whole = rules.spec(logical, mesh, w.shape, gathered=True, what=what)
-    if stored.reduced and stored.partitions == whole.partitions:
+    unreduced_grad = unreduced_grad and _supports_unreduced(mesh)
+    late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(whole) if unreduced_grad else frozenset()
+    if stored.reduced and stored.partitions == whole.partitions and late <= stored.reduced:
         return w
-    if unreduced_grad and _supports_unreduced(mesh):
-        late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(whole)
+    if unreduced_grad:
         # In two steps, so that the gradient is first reduce-scattered, and only its shards are summed over replicas.
         if not stored.reduced:
             w = partial_sums.keep_gradient(w, late - mesh_axes_of(stored), two_level=rules.two_level)
         here, whole = jax.typeof(w).sharding.spec, jax.P(*whole, reduced=late)
         if rules.int8_gather and here.partitions != whole.partitions:
             return checkpoint_name(int8_gather.gather(w, whole, here), GATHERED_WEIGHT)
+    if (first := layer_layouts.between(jax.typeof(w).sharding.spec, whole)) is not None:
+        w = jax.sharding.reshard(w, jax.P(*first, reduced=whole.reduced - {layer_layouts.AXIS}))
     return checkpoint_name(jax.sharding.reshard(w, whole), GATHERED_WEIGHT)
 
 

@@ -70,6 +70,8 @@ class Rules:
             several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
             activations for the gradient then.
         folding: factoring of the mesh's devices for experts, in place of the table's; see ``on``.
+        layouts: those of the layers in order, each with its number of layers, None for all that are left
+            (``sharding.layer_layouts``); empty: all layers have the table's.
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
@@ -83,6 +85,7 @@ class Rules:
     star_bytes: int = 0
     keep_heads: bool = False
     folding: Folding | None = None
+    layouts: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self) -> None:
         # A mesh axis that no mesh can have would be ignored everywhere: silently replicated.

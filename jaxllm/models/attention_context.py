@@ -11,7 +11,7 @@ Legend: B batch, S sequence, N query heads, K kv heads, H head dim of keys, V he
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -115,6 +115,15 @@ class RoutingContext(AttentionContext, Protocol):
 
 
 @runtime_checkable
+class RowSplitContext(AttentionContext, Protocol):
+    """Context with arrays of tokens, which layers with a layout of their own split in another way."""
+
+    def split_rows(self) -> RowSplitContext:
+        """Context whose tokens are split over devices as the sharding rules in force split them."""
+        ...
+
+
+@runtime_checkable
 class KVCacheContext(AttentionContext, Protocol):
     """KV cache as an attention context, with what multi-head latent attention needs of it."""
 
@@ -175,6 +184,11 @@ class Segments:
     layout: Layout = "contiguous"
     ring: Int[Array, ""] | None = None
     ring_sizes: tuple[int, ...] = ()
+
+    def split_rows(self) -> Segments:
+        """Context whose tokens are split over devices as the sharding rules in force split them."""
+        ids = self.segment_ids
+        return self if ids is None else replace(self, segment_ids=sharding.constrain(ids, "batch", "seq"))
 
     def attend(
         self,

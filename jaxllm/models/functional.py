@@ -26,18 +26,20 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, Shaped
 import sharding
 from jaxllm.config import ConfigError
 from jaxllm.models import remat
-from jaxllm.models.attention_context import AttentionContext, LayerIndex, Segments
+from jaxllm.models.attention_context import AttentionContext, LayerIndex, RowSplitContext, Segments
 from jaxllm.models.batch_seed import with_batch_seed
 from jaxllm.models.decoder import Block, DecoderConfig, Embedding, Head
 from jaxllm.models.layers import stack_reads
 from jaxllm.models.layers.residual_stream import GatedStream, Stream, as_kind, gated, residual_by_segment, whole
 from jaxllm.models.layers.token_parts import PartsContext, TokenParts, through
+from jaxllm.models.layers.values_by_layers import split_by_segment
 from jaxllm.models.linear import Weight, Wrap, dense, linear_paths, map_weights, used, vocabulary_logits
 from jaxllm.models.low_precision_matmul import LowPrecisionWeight, MatmulPrecision, init_amax_history, rounding_key
 from jaxllm.models.packed_weight import within_stack
 from jaxllm.models.params import allows_unreduced_grad, draw, on_device, role_of
 from jaxllm.models.tpu_layout import materialized
-from sharding import Rules
+from sharding import Rules, ShardingError
+from sharding.layer_layouts import AXIS, rules_of
 
 Params = dict[str, Any]
 VOCABULARY = ("embedding/table", "head/weight")
@@ -290,7 +292,15 @@ class Functional:
             for s, (group, repeats) in enumerate(self.config.segments):
                 stream, ctx = self._segment(s, first, params["segments"][str(s)], stream, positions, ctx)
                 first += len(group) * repeats
-            return whole(stream), ctx
+            return self._laid(whole(stream))[0], ctx
+
+    def _laid(self, x: Stream, ctx: Any = None) -> tuple[Stream, Any]:
+        """Residual stream and context split as the rules in force split them, where layers have their own layouts."""
+        if not self.rules.layouts:
+            return x, ctx
+        here = "batch", "residual_seq", "act_embed"
+        x = jax.tree.map(lambda part: sharding.constrain(part, *here) if part.ndim == len(here) else part, x)
+        return x, ctx.split_rows() if isinstance(ctx, RowSplitContext) else ctx
 
     def stream(self, x: Any) -> Any:
         """The residual stream at the first layer, of what ``embed`` returns: plain, or with the input of a router.
@@ -328,7 +338,7 @@ class Functional:
             ConfigError: the model has another residual stream than ``x``.
         """
         self._check_stream(isinstance(x, GatedStream))
-        return self._group(s, params, x, positions, first, ctx, wrap)
+        return self._group(self.rules, s, params, x, positions, first, ctx, wrap)
 
     def _check_stream(self, gated: bool) -> None:
         if self.config.pre_gated and not gated:
@@ -336,6 +346,11 @@ class Functional:
                 "model: router.input = 'previous' passes the input of a mixture on to the next one, which pipeline "
                 "stages, parameters on disk, drafts by layers in parallel, calibration and optimizers that go layer by "
                 "layer do not do: leave them out, or choose router.input = 'own'."
+            )
+        if self.rules.layouts:
+            raise ConfigError(
+                "parallel: layers gives layers layouts of their own, which pipeline stages, parameters on disk and "
+                'optimizers that go layer by layer do not have: leave them out, or set parallel.layers to "tensor".'
             )
         if self.config.residual != "plain":
             raise ConfigError(
@@ -345,9 +360,9 @@ class Functional:
             )
 
     def _group(
-        self, s: int, params: Params, x: Stream, positions: Any, first: Any, ctx: Any, wrap: Wrap | None
+        self, rules: Rules, s: int, params: Params, x: Stream, positions: Any, first: Any, ctx: Any, wrap: Wrap | None
     ) -> tuple[Any, Any]:
-        with sharding.use_rules(self.rules), jax.named_scope("layers"):
+        with sharding.use_rules(rules), jax.named_scope("layers"):
             for b in range(len(self._modules["segments"][s])):
                 x, ctx = through(self._block(s, b, params[str(b)], first + b, wrap), x, positions, first + b, ctx)
         return x, ctx
@@ -420,40 +435,55 @@ class Functional:
         ctx: AttentionContext | PartsContext,
     ) -> tuple[Stream, Any]:
         size, repeats = len(self.config.segments[s][0]), self.config.segments[s][1]
-
-        def group(
-            carry: tuple[Stream, Any], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
-        ) -> tuple[Any, None]:
-            group_params, repeat = join(step[0], step[1]), step[1]
-            return self._group(s, group_params, carry[0], positions, first + repeat * size, carry[1], wrap), None
-
-        pieces = _pieces(self.config, s)
-        carry = x, ctx
+        pieces = _pieces(self.config, self.rules, s)
         params, join = (params, lambda own, repeat: own) if isinstance(params, tuple) else within_stack(params)
+
+        def group_of(rules: Rules) -> remat.Body:
+            """Body of a scan, of its own for each piece: JAX caches the traces of a function."""
+            own_positions = _of_rows(positions) if rules is not self.rules else positions
+
+            def group(
+                carry: tuple[Stream, Any], step: tuple[Params, LayerIndex], wrap: Wrap | None = None
+            ) -> tuple[Any, None]:
+                group_params, layer = join(step[0], step[1]), first + step[1] * size
+                return self._group(rules, s, group_params, carry[0], own_positions, layer, carry[1], wrap), None
+
+            return group
+
         if isinstance(params, tuple):
-            each = [(name, kind) for name, kind, count in pieces for _ in range(count)]
-            for repeat, ((name, kind), group_params) in enumerate(zip(each, params, strict=True)):
-                carry = as_kind(carry[0], kind), carry[1]
-                carry, _ = remat.checkpointed(name, group)(carry, (group_params, jnp.int32(repeat)))
-            return carry
+            start = 0
+            for name, kind, rules, count in pieces:
+                with sharding.use_rules(rules):
+                    carry, body = self._laid(as_kind(x, kind), ctx), remat.checkpointed(name, group_of(rules))
+                    for repeat in range(start, start + count):
+                        carry, _ = body(carry, (params[repeat], jnp.int32(repeat)))
+                    (x, ctx), start = carry, start + count
+            return x, ctx
         numbers, unroll = jnp.arange(repeats, dtype=jnp.int32), self.config.unroll
         if len(pieces) == 1:
-            ((name, kind, _),) = pieces
-            return remat.scan(name, group, (as_kind(x, kind), ctx), (params, numbers), repeats, unroll or repeats)
+            ((name, kind, rules, _),) = pieces
+            with sharding.use_rules(rules):
+                carry = self._laid(as_kind(x, kind), ctx)
+                return remat.scan(name, group_of(rules), carry, (params, numbers), repeats, unroll or repeats)
 
-        def reading(
-            carry: tuple[Stream, Any, Any], step: tuple[LayerIndex], wrap: Wrap | None = None
-        ) -> tuple[Any, None]:
-            own, gradient = stack_reads.read(frozen, carry[2], *step)
-            out, _ = group(carry[:2], (own, *step), wrap)
-            return (*out, gradient), None
+        def reading(group: remat.Body) -> remat.Body:
+            def read(
+                carry: tuple[Stream, Any, Any], step: tuple[LayerIndex], wrap: Wrap | None = None
+            ) -> tuple[Any, None]:
+                own, gradient = stack_reads.read(frozen, carry[2], *step)
+                out, _ = group(carry[:2], (own, *step), wrap)
+                return (*out, gradient), None
+
+            return read
 
         start, frozen, gradient = 0, jax.lax.stop_gradient(params), stack_reads.gradient_of(params)
-        for name, kind, count in pieces:
+        for name, kind, rules, count in pieces:
             steps = (numbers[start : start + count],)
-            start, carry = start + count, (as_kind(carry[0], kind), carry[1])
-            *carry, gradient = remat.scan(name, reading, (*carry, gradient), steps, count, unroll or count)
-        return carry[0], carry[1]
+            start += count
+            with sharding.use_rules(rules):
+                carry, body = (*self._laid(as_kind(x, kind), ctx), gradient), reading(group_of(rules))
+                x, ctx, gradient = remat.scan(name, body, carry, steps, count, unroll or count)
+        return x, ctx
 
     def unembed(self, params: Params, hidden: Float[Array, "*B D"]) -> tuple[Float[Array, "*B D"], Float[Array, "V D"]]:
         """Operands of the logits matmul: normalised hidden states and the output matrix.
@@ -511,13 +541,41 @@ class Functional:
             return self.blocks(params, self.embed(params, tokens, positions), positions, ctx)
 
 
-def _pieces(config: DecoderConfig, s: int) -> list[tuple[remat.Policy, str, int]]:
-    """Remat policy and kind of residual stream of segment ``s``'s layers in order, each with its number of repeats."""
+def _pieces(config: DecoderConfig, rules: Rules, s: int) -> list[tuple[remat.Policy, str, Rules, int]]:
+    """Runs of segment ``s``'s layers that are alike, in order, each with its number of repeats.
+
+    Returns:
+        remat policy, kind of residual stream, sharding rules and repeats of each.
+    """
     policies = remat.policies_by_segment(config.remat, config.segments)[s]
     kinds = residual_by_segment(config.residual, config.segments)[s]
-    names = [name for name, count in policies for _ in range(count)]
-    each = zip(names, (kind for kind, count in kinds for _ in range(count)), strict=True)
-    return [(name, kind, len(list(same))) for (name, kind), same in itertools.groupby(each)]
+    layouts = layouts_by_segment(rules, config)[s]
+    columns = [[value for value, count in one for _ in range(count)] for one in (policies, kinds, layouts)]
+    return [
+        (name, kind, rules_of(rules, layout) if rules.layouts else rules, len(list(same)))
+        for (name, kind, layout), same in itertools.groupby(zip(*columns, strict=True))
+    ]
+
+
+def layouts_by_segment(rules: Rules, config: DecoderConfig) -> list[list[tuple[str, int]]]:
+    """Layouts (``sharding.layer_layouts``) of each segment's layers in order, each with its number of repeats.
+
+    Raises:
+        ShardingError: the numbers of layers do not add up, or a layout ends inside a group that repeats together.
+    """
+    try:
+        return split_by_segment(rules.layouts or ((AXIS, None),), config.segments)
+    except ValueError as error:
+        said = ",".join(layout if count is None else f"{layout}={count}" for layout, count in rules.layouts)
+        raise ShardingError(
+            f'parallel: layers = "{said}" {error} Give numbers of layers that add up to {config.layers}, or leave out '
+            "the last."
+        ) from None
+
+
+def _of_rows(positions: Array | TokenParts) -> Array | TokenParts:
+    """Positions split by rows as the rules in force split them."""
+    return jax.tree.map(lambda x: sharding.constrain(x, "batch", "seq"), positions)
 
 
 def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Array, "*B V"]:
@@ -526,8 +584,12 @@ def cap_logits(logits: Float[Array, "*B V"], softcap: float | None) -> Float[Arr
 
 
 def functional(config: DecoderConfig, rules: Rules = sharding.DEFAULT) -> Functional:
-    """Functional decoder of a configuration. Cheap: nothing is allocated."""
+    """Functional decoder of a configuration. Cheap: nothing is allocated.
 
+    Raises:
+        ShardingError: the rules have layouts of layers that do not fit those of the model.
+    """
+    layouts_by_segment(rules, config)
     blocks = [[Block(block, config) for block in group] for group, _ in config.segments]
     modules = {
         "embedding": nnx.split(Embedding(config)),

@@ -9,6 +9,7 @@ Legend: A bytes of a device's activations [B, S, D], L layers.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -20,13 +21,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.models import BlockConfig, Functional, MoeConfig
+from jaxllm.models.functional import layouts_by_segment
 from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
 from sharding.int8_gather import block_of
+from sharding.layer_layouts import AXIS, rules_of
 from sharding.partial_sums import LOCAL, spec_of_parts
-from sharding.rules import without_axes
+from sharding.rules import Rules, without_axes
 
 TOKENS = ("batch", "seq")
 ONCE = ("weights of a step", "gradients of a step")
@@ -63,11 +66,15 @@ def expected_collectives(
             "collective traffic with parallel.micro_batches: devices along data are in different micro-batches; there "
             "is no formula yet."
         )
+    if model.rules.layouts and plan.zero != 3:
+        raise NotImplementedError(
+            f"collective traffic with layouts by layer and zero = {plan.zero}: formulas are those of zero = 3."
+        )
     step = _Step(model, mesh, plan, rows // accumulate, seq_len, accumulate, proven)
     if proven:
         step.check()
     found: dict[tuple[str, tuple[str, ...], int, str], int] = {}
-    for one in (*step.weights(), *step.activations()):
+    for one in (*step.weights(), *step.activations(), *step.between_layouts()):
         if one.count and one.bytes and one.axes:
             key = (one.kind, one.axes, one.bytes, one.why)
             found[key] = found.get(key, 0) + one.count
@@ -86,10 +93,31 @@ class _Step:
     seq_len: int
     accumulate: int
     proven: bool
+    layout: str = ""  # of the layers that are counted, where layers have layouts of their own
+
+    @property
+    def rules(self) -> Rules:
+        """Sharding rules of the layers that are counted; those of the model store weights."""
+        return rules_of(self.model.rules, self.layout or AXIS) if self.model.rules.layouts else self.model.rules
+
+    def layouts(self) -> dict[str, list[int]]:
+        """Layers of each layout by their numbers; "" for all, where they have one."""
+        if not self.model.rules.layouts:
+            return {"": list(range(len(self.model.config.blocks)))}
+        found: dict[str, list[int]] = {}
+        for number, layout in enumerate(self._of_layers()):
+            found.setdefault(layout, []).append(number)
+        return found
+
+    def _of_layers(self) -> list[str]:
+        """Layout of each layer."""
+        config = self.model.config
+        pieces = zip(config.segments, layouts_by_segment(self.model.rules, config), strict=True)
+        return [layout for (group, _), own in pieces for layout, count in own for _ in range(count * len(group))]
 
     def axes(self, *logical: str) -> tuple[str, ...]:
         """Mesh axes (of more than one device) that logical axes are split over."""
-        names = (a for name in logical for a in self.model.rules.mesh_axes(name))
+        names = (a for name in logical for a in self.rules.mesh_axes(name))
         return tuple(a for a in names if self.mesh.shape.get(a, 1) > 1)
 
     def size(self, axes: tuple[str, ...]) -> int:
@@ -108,6 +136,8 @@ class _Step:
             "experts folded with a split sequence, their width over tensor and axes that split tokens": self._mixes(),
             "experts with 2D tensor parallelism": bool(self._rows()) and bool(config.mixtures),
             'experts folded beside overlap = "ring"': self._folded() is not None and self.plan.overlap == "ring",
+            "layouts by layer of routers that read the layer before": bool(self.model.rules.layouts)
+            and config.pre_gated,
         }
         names = [name for name, is_so in unknown.items() if is_so]
         for block in dict.fromkeys(config.blocks):
@@ -137,13 +167,21 @@ class _Step:
         leaves = jax.tree_util.tree_leaves_with_path(self.model.abstract())
         logical = jax.tree.leaves(self.model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
         matrices = jax.tree.leaves(self.model.matrices())
+        config = self.model.config
+        parts = layouts_by_segment(self.model.rules, config) if self.model.rules.layouts else []
         for (path, leaf), axes, matrix in zip(leaves, logical, matrices, strict=True):
-            yield from self._weight(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, axes, matrix)
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if not parts or axes[0] != "layers":
+                yield from self._weight(name, leaf, axes, matrix)
+                continue
+            for layout, layers in parts[int(name.split("/")[1])]:
+                some = jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
+                yield from replace(self, layout=layout)._weight(name, some, axes, matrix)
 
     def _weight(self, name: str, leaf: Any, logical: Any, matrix: bool) -> Iterator[ExpectedCollective]:
-        rules, zero, micro = self.model.rules, self.plan.zero, self.accumulate
+        rules, zero, micro = self.rules, self.plan.zero, self.accumulate
         layers = leaf.shape[0] if logical[0] == "layers" else 1
-        spec = rules.spec(logical, self.mesh)
+        spec = self.model.rules.spec(logical, self.mesh)
         stored, used = _axes(spec), _axes(rules.spec(logical, self.mesh, gathered=True))
         over = tuple(a for a in stored if a not in used)
         tokens = self.axes(*TOKENS) if matrix or not self.plan.sequence else self.axes("batch", "residual_seq")
@@ -162,6 +200,16 @@ class _Step:
         outer = tuple(a for a in rules.between_steps if a in over)
         if outer:
             yield from self._levels(leaf, spec, over, outer, matrix, stacked, uses, whole, width)
+            return
+        if AXIS in over and len(over) > 1:  # one axis after the other
+            first, size = tuple(a for a in over if a != AXIS), whole // layers // self.size((AXIS,))
+            last = without_axes(own, frozenset(first))
+            count = layers * micro
+            yield from self._gather(matrix, first, uses * count, leaf.shape[stacked:], own, size, width)
+            yield from self._gather(matrix, (AXIS,), uses * count, leaf.shape[stacked:], last, whole // layers, width)
+            yield ExpectedCollective("reduce-scatter", (AXIS,), count, whole // layers, "gradients")
+            yield ExpectedCollective("reduce-scatter", first, count, size, "gradients")
+            yield from self._sums(leaf.shape[stacked:], own, rest, matrix, count, part // layers)
             return
         if zero in (3, "3level"):
             yield from self._gather(
@@ -231,7 +279,7 @@ class _Step:
             size: bytes of the result.
             width: of one value.
         """
-        block = block_of(shape, spec, self.mesh.shape) if matrix and self.model.rules.int8_gather else 0
+        block = block_of(shape, spec, self.mesh.shape) if matrix and self.rules.int8_gather else 0
         if not block:
             yield ExpectedCollective("all-gather", over, count, size, why)
             return
@@ -244,7 +292,7 @@ class _Step:
     ) -> Iterator[ExpectedCollective]:
         """Sums of a gradient over axes that do not split it: flat, or in two levels (``sharding.partial_sums``)."""
         others = tuple(axis for axis in over if axis != LOCAL)
-        two_level = self.model.rules.two_level and matrix and others and LOCAL in over
+        two_level = self.rules.two_level and matrix and others and LOCAL in over
         if not two_level or spec_of_parts(shape, spec, self.mesh.shape) is None:
             yield ExpectedCollective("all-reduce", over, count, size, "gradients")
             return
@@ -255,17 +303,45 @@ class _Step:
     def activations(self) -> Iterator[ExpectedCollective]:
         """Collectives of activations: those of tensor, sequence, context and expert parallelism."""
         config, micro = self.model.config, self.accumulate
-        tokens = self.rows * self.seq_len // self.size(self.axes(*TOKENS))
-        for block, layers in Counter(config.blocks).items():
-            for one in (
-                *self._residual(block, tokens),
-                *self._rows_of_layer(block, tokens),
-                *self._attention(block, tokens),
-                *self._experts(block, tokens),
-            ):
-                yield replace(one, count=one.count * layers * micro)
-        for one in (*self._ends(tokens), *self._arranged()):
+        for layout, numbers in self.layouts().items():
+            own = replace(self, layout=layout)
+            for block, layers in Counter(config.blocks[number] for number in numbers).items():
+                for one in own._of_block(block):
+                    yield replace(one, count=one.count * layers * micro)
+        for one in (*self._ends(self._tokens), *self._arranged()):
             yield replace(one, count=one.count * micro)
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a micro-batch on a device."""
+        return self.rows * self.seq_len // self.size(self.axes(*TOKENS))
+
+    def _of_block(self, block: BlockConfig) -> Iterator[ExpectedCollective]:
+        """Collectives of activations in one layer, for one micro-batch."""
+        for part in (self._residual, self._rows_of_layer, self._attention, self._experts):
+            yield from part(block, self._tokens)
+
+    def between_layouts(self) -> Iterator[ExpectedCollective]:
+        """Collectives of the residual stream between layers of different layouts; embedding and head split heads.
+
+        Where ``tensor`` splits the sequence, rows are exchanged for parts of it. Else one of the two passes takes a
+        part of what the device has, and the other all-gathers. Segment ids are all-gathered for layers with all rows.
+        """
+        if not self.model.rules.layouts:
+            return
+        each = self._of_layers()
+        changes = [pair for pair in itertools.pairwise((AXIS, *each, AXIS)) if pair[0] != pair[1]]
+        if not changes:
+            return
+        over, tokens, micro = self._columns(), self._tokens, self.accumulate
+        stream = self._bytes(tokens, self.model.config.embed_dim)
+        if self.plan.sequence:
+            part = stream // self.size(over)
+            yield ExpectedCollective("all-to-all", over, 2 * len(changes) * micro, part, "between layouts")
+        else:
+            yield ExpectedCollective("all-gather", over, len(changes) * micro, stream, "between layouts")
+        back = sum(later == AXIS for _, later in changes) - (each[-1] != AXIS)
+        yield ExpectedCollective("all-gather", over, back * micro, tokens * 4, "segment ids")
 
     @property
     def passes(self) -> int:
@@ -349,6 +425,10 @@ class _Step:
             yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "embedding")
             yield ExpectedCollective("all-gather", tensor, 2, stream, "embedding, backward, and loss")
             yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "loss, backward")
+        elif self.model.rules.layouts and self._of_layers()[0] != AXIS:
+            # Each device of the first layers reads a part of the rows alone.
+            yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "embedding")
+            yield ExpectedCollective("all-reduce", tensor, 1, stream, "loss, backward")
         else:
             yield ExpectedCollective("all-reduce", tensor, 2, stream, "embedding; loss, backward")
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import sharding
+from jaxllm.models.layers.values_by_layers import ByLayers, parse_by_layers
 from jaxllm.parallel.pipeline.offload_bands import OffloadedChunks
 from jaxllm.parallel.pipeline.schedule_generators import Name, default_chunks
 from pallas_kernels.ring_attention.layout import Layout
-from sharding import MeshSpec, Rules
+from sharding import MeshSpec, Rules, ShardingError
 from sharding.folding import Folding
+from sharding.layer_layouts import AXIS, LAYOUTS
 from sharding.tensor_factoring import TensorFactoring
 
 OUTER = ("local", "data")
@@ -43,6 +45,9 @@ class ParallelConfig:
         tensor: tensor parallelism over the mesh axis ``tensor``: "1d" (Megatron, arXiv:1909.08053); "2d" factors the
             axis near-square into parts of the residual stream's features and parts of heads and width, "2x4" into so
             many of each (``sharding.tensor_factoring``).
+        layers: use of the mesh axis ``tensor`` by layers, such as "tensor=8,fsdp=24", the last number of layers may be
+            left out: "tensor" splits heads and width over it, "fsdp" splits rows over it and all-gathers weights, which
+            are stored as those of "tensor" (``sharding.layer_layouts``). Embedding and head are as in "tensor".
         sequence: sequence parallelism (Megatron, arXiv:2205.05198): the residual stream and the norms are split by
             sequence over ``tensor`` as well; less memory for the same communication.
         overlap: with ``sequence``, "compiler" leaves the all-gathers before a layer's matmuls and the reduce-scatters
@@ -76,6 +81,7 @@ class ParallelConfig:
     gather: Literal["plain", "int8"] = "plain"
     reduce: Literal["auto", "two_level", "flat"] = "auto"
     tensor: str = "1d"
+    layers: str = "tensor"
     sequence: bool = False
     overlap: Literal["compiler", "ring"] = "compiler"
     context: Literal["ring", "all_gather", "by_need"] = "ring"
@@ -111,6 +117,24 @@ class ParallelConfig:
             raise ValueError(f"parallel: micro_batches = {given}; give each device one or more.")
         self.folding()
         self.factoring()
+        self.layouts()
+
+    def layouts(self) -> ByLayers:
+        """Layouts of the layers in order, each with its number of layers, None for all that are left; () for one.
+
+        Raises:
+            ShardingError: ``layers`` is not written as such.
+        """
+        try:
+            found = parse_by_layers(self.layers)
+            if unknown := [layout for layout, _ in found if layout not in LAYOUTS]:
+                raise ValueError(f"there is no {unknown[0]!r}")
+        except ValueError as error:
+            raise ShardingError(
+                f"parallel: layers = {self.layers!r}: {error}. Give one of {', '.join(LAYOUTS)}, or both with their "
+                'numbers of layers, such as "tensor=8,fsdp=24".'
+            ) from None
+        return () if found == ((AXIS, None),) else found
 
     def folding(self) -> Folding | None:
         """Factoring of the devices for experts, or None.
@@ -152,7 +176,7 @@ class ParallelConfig:
             base = replace(base, two_level=False)
         if self.context == "all_gather":
             base = base.override(attn_kv_seq=())
-        return replace(self._staged(base), folding=self.folding())
+        return replace(self._staged(base), folding=self.folding(), layouts=self.layouts())
 
     def _staged(self, base: Rules) -> Rules:
         """Rules that store parameters split over ``stage``: layers by depth or width, embedding and head by width.

@@ -273,7 +273,14 @@ def _by_need(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Iterator[
     """Candidate runs with context by need: slots as long as micro-batches of all sizes make them."""
     sequence = dict(mesh.axes).get("tensor", 1) > 1
     plan = dataclasses.replace(
-        run.parallel, context="by_need", slot=0, tensor="1d", sequence=sequence, overlap="compiler", experts=experts
+        run.parallel,
+        context="by_need",
+        slot=0,
+        tensor="1d",
+        layers="tensor",
+        sequence=sequence,
+        overlap="compiler",
+        experts=experts,
     )
     for n in range(1, MOST_MICRO_BATCHES + 1):
         if run.data.batch_size % n == 0 and _legal(run, plan, mesh, n):
@@ -313,6 +320,7 @@ def _families_of(run: RunConfig, mesh: MeshSpec, experts: str) -> Iterator[Itera
     plan = dataclasses.replace(
         run.parallel,
         tensor="1d",
+        layers="tensor",
         sequence=size.get("tensor", 1) > 1,
         overlap="compiler",
         context="ring",

@@ -459,6 +459,20 @@ REFUSALS: tuple[Refusal, ...] = (
             ("FP4 matmuls", "blocks that are rotated and share a scale would be cut by the shards of features"),
         )
     ),
+    *(
+        Refusal("layouts by layer", other, why, 'set parallel.layers to "tensor"')
+        for other, why in (
+            ("no tensor parallelism", "they are two uses of the mesh axis tensor"),
+            ("pipeline", "stages run one layout of rows"),
+            ("layerwise optimizer", "layers are run one by one"),
+            ("optimizer without backward pass", "layers are run one by one"),
+            ("parameters on disk", "layers are run one by one"),
+            (CO_SERVED, "layers are run one by one"),
+            ("2D tensor parallelism", "layers that split rows over tensor have no features to split"),
+            ("folded experts", "a folding is of one use of each mesh axis"),
+            ("context by need", "its slots are of one layout of rows"),
+        )
+    ),
     Refusal("no experts", "folded experts", "there is nothing to fold", "leave parallel.experts empty"),
     Refusal(
         "pipeline",

@@ -74,6 +74,7 @@ from jaxllm.train.step.training_step import ValueAndGrad, jit_split_step, jit_st
 from jaxllm.train.unequal.unequal_rows import unequal_rows
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec, ShardingError, shardings_of
+from sharding.layer_layouts import rules_of
 from sharding.tensor_factoring import legal
 
 
@@ -522,6 +523,9 @@ def check_batch(config: RunConfig, mesh: Any, rules: Any) -> None:
     shape = (micro_batch_rows(config, mesh, rules), config.data.seq_len)
     rules.spec(("batch", "seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
     rules.spec(("batch", "residual_seq"), mesh, shape, what="micro-batch (data.batch_size / accumulate)")
+    for layout in dict(rules.layouts):
+        what = f'micro-batch (data.batch_size / accumulate) in layers of parallel.layers = "{layout}"'
+        rules_of(rules, layout).spec(("batch", "residual_seq"), mesh, shape, what=what)
     context_slots(config, mesh, rules)
     shards = mesh.shape.get("context", 1)
     if shards > 1:

@@ -143,6 +143,12 @@ FEATURES: dict[str, Feature] = {
             f"the mesh {run.mesh!r}" if run.parallel.tensor == "1d" else f'parallel.tensor = "{run.parallel.tensor}"'
         ),
     ),
+    "layouts by layer": Feature(
+        lambda run, _: bool(run.parallel.layouts()), lambda run: f'parallel.layers = "{run.parallel.layers}"'
+    ),
+    "no tensor parallelism": Feature(
+        lambda run, sizes: sizes.get("tensor", 1) == 1, lambda run: f"the mesh {run.mesh!r} without tensor"
+    ),
     "int8 gathers": Feature(
         lambda run, _: run.parallel.gather == "int8", lambda run: f'parallel.gather = "{run.parallel.gather}"'
     ),

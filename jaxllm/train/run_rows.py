@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxllm.data import Batch
 from sharding import Rules
+from sharding.layer_layouts import row_axes
 
 PADDING = {"targets": -1}
 """Values of rows of padding by field; 0 for others."""
@@ -28,7 +29,7 @@ def rows_on_mesh(rows: int, mesh: Mesh | AbstractMesh, rules: Rules, accumulate:
         mesh, rules: say over how many devices rows are split.
         accumulate: micro-batches of the batch.
     """
-    parts = accumulate * math.prod(mesh.shape.get(axis, 1) for axis in rules.mesh_axes("batch"))
+    parts = accumulate * math.prod(mesh.shape.get(axis, 1) for axis in row_axes(rules))
     return -(-rows // parts) * parts
 
 

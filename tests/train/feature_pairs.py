@@ -128,6 +128,7 @@ SETTINGS: dict[str, Setting] = {
     "ZeRO 1 or 2": _parallel(zero=1),
     "3-level ZeRO": _all(_axis("data"), _parallel(zero="3level")),
     "2D tensor parallelism": _axis("features"),
+    "layouts by layer": _all(_axis("tensor"), _parallel(layers="tensor=2,fsdp")),
     "int8 gathers": _parallel(gather="int8"),
     "context parallelism": _axis("context"),
     "rings": _axis("context"),

@@ -204,7 +204,7 @@ def serving_rules(rules: Rules, *, split: bool = False, span: bool = False, star
     if span:
         own |= {"attn_seq": (), "pages": (*rules.mesh_axes("batch"), "context")}
     rules = replace(rules.override(**own, attn_kv_seq=(), layers=(), **stored), folding=None)
-    return replace(rules, keep_heads=True, star_bytes=star_bytes)
+    return replace(rules, layouts=(), keep_heads=True, star_bytes=star_bytes)
 
 
 def serving_model(model: Functional, *, split: bool = False, span: bool = False, star_bytes: int = 0) -> Functional:

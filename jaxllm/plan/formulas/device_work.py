@@ -131,6 +131,11 @@ class DeviceWork:
     def of(cls, run: RunConfig, mesh: MeshSpec) -> DeviceWork:
         """Work of a run whose mesh is legal."""
         check_remat(run.model)
+        if run.parallel.layouts():
+            raise NotImplementedError(
+                f'parallel.layers = "{run.parallel.layers}": the cost model supports tensor, for all layers; jaxllm '
+                "shard has the bytes of collectives, and jaxllm compile the memory."
+            )
         sizes = dict(mesh.axes)
         stages = sizes.get("stage", 1)
         rules = rules_of(run.parallel).on(mesh.abstract())

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+import sharding
 from jaxllm.models import DecoderConfig, MoeConfig
-from jaxllm.models.attention_context import AttentionParams, LayerIndex
+from jaxllm.models.attention_context import AttentionParams, LayerIndex, RowSplitContext
 from jaxllm.models.moe.router import Routing
 
 
@@ -145,6 +146,11 @@ class RoutingAccumulator:
         zero = jnp.zeros((), jnp.promote_types(config.dtype, jnp.float32))
         return cls(segments, jnp.zeros((config.layers, most), zero.dtype), zero, zero, zero)
 
+    def split_rows(self) -> RoutingAccumulator:
+        """Accumulator whose tokens are split over devices as the sharding rules in force split them."""
+        own = self.segments
+        return replace(self, segments=own.split_rows()) if isinstance(own, RowSplitContext) else self
+
     def attend(
         self,
         layer: LayerIndex,
@@ -161,7 +167,9 @@ class RoutingAccumulator:
     def record_routing(self, layer: LayerIndex, routing: Routing) -> RoutingAccumulator:
         """Adds the routing statistics of one layer."""
         dtype, experts = self.counts.dtype, routing.shares.shape[-1]
+        # Split by rows as the layer's tokens are, which may be otherwise than those of the layers before.
         ids = self.segments.segment_ids
+        ids = None if ids is None else sharding.constrain(ids, "batch", "seq")
         real = jnp.ones(routing.experts.shape[:2], dtype) if ids is None else (ids > 0).astype(dtype)
         tokens = jnp.maximum(self._of_all(jnp.sum(real)), 1)
         chosen = jnp.sum(jax.nn.one_hot(routing.experts, experts, dtype=dtype), axis=2) * real[..., None]
