@@ -84,6 +84,12 @@ def test_zero_is_the_likeliest_and_the_first_of_equals():
     assert draw(jnp.tile(logits, (32, 1)), rows(64, temperature=0.0, top_k=2)).tolist() == [1, 0] * 32
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_of_logits_that_are_no_numbers_are_of_the_vocabulary(temperature):
+    size = PARTS * BLOCK + BLOCK + 5
+    assert draw(jnp.full((2, size), jnp.nan), rows(2, temperature=temperature)).tolist() == [0, 0]
+
+
 def test_a_row_depends_on_its_own_seed_and_position_alone():
     logits = jnp.zeros((4, 1000))
     one = rows(4, seed=1)

@@ -105,9 +105,10 @@ def _inverse_cdf(weights: Float[Array, "S B"], at: Float[Array, " S"]) -> Int[Ar
 
 
 def _first_true(found: Bool[Array, "S B"]) -> Int[Array, " S"]:
-    """Index of the first true value of each row, the last index where there is none; CPUs compute argmax slower."""
-    last = found.shape[1] - 1
-    return jnp.min(jnp.where(found, jnp.arange(found.shape[1], dtype=jnp.int32), last), axis=1)
+    """Index of the first true value of each row, 0 where there is none (of nan); CPUs compute argmax slower."""
+    size = found.shape[1]
+    first = jnp.min(jnp.where(found, jnp.arange(size, dtype=jnp.int32), size), axis=1)
+    return jnp.where(first < size, first, 0)
 
 
 def filter_logits(scaled: Float[Array, "S V"], rows: SamplerRows) -> Float[Array, "S V"]:
