@@ -153,6 +153,21 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
     assert "9.00 GiB too much" in said
 
 
+@pytest.mark.parametrize(
+    ("setting", "mesh", "says"),
+    [
+        (["--parallel.layers", "tensor=1,fsdp"], "fsdp=2,tensor=2", "the cost model supports tensor, for all layers"),
+        (["--accumulate", "2", "--parallel.micro-batches", "3", "1"], "data=2,fsdp=2", "there is no formula yet"),
+    ],
+)
+def test_a_run_without_a_formula_is_named(setting, mesh, says, capsys):
+    argv = ["llama3_8b", "--on", "v6e:2x2", "--as-is", "--no-compile", "--mesh", mesh, "--data.batch-size", "16"]
+    assert cli.main(["plan", *argv, *setting]) == 2
+    said = capsys.readouterr().err
+    assert "--as-is: the planner has no formula for this run" in said
+    assert says in said
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_layout_that_does_not_fit_is_drawn_where_the_compiler_finishes_it(finished, tmp_path, capsys, monkeypatch):
     def compile_layout(layout, cluster, progress, calibration, html, anyway=False):

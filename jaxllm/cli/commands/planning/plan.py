@@ -227,7 +227,10 @@ def _layouts(
         if config.device_order:
             raise UsageError("--device-order: --as-is predicts devices in the order of their links; leave it out.")
         mesh = described_mesh(config, cluster.devices, cluster.topology)
-        layouts = [layout_search.predict_layout(config, mesh, cluster, calibration, documents=documents)]
+        try:
+            layouts = [layout_search.predict_layout(config, mesh, cluster, calibration, documents=documents)]
+        except NotImplementedError as error:
+            raise UsageError(f"--as-is: the planner has no formula for this run: {error}") from None
         tried = 1
     else:
         if tiers is None:
