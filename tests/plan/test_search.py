@@ -168,6 +168,14 @@ def test_a_run_without_a_formula_is_named(setting, mesh, says, capsys):
     assert says in said
 
 
+def test_a_search_chooses_rows_and_layouts_of_layers_anew():
+    parallel = dataclasses.replace(quickstart().parallel, layers="tensor=1,fsdp", micro_batches=(3, 1))
+    run = dataclasses.replace(quickstart(), parallel=parallel, accumulate=2)
+    cluster = Cluster.parse("v6e:2x2")
+    found, want = (layout_search.search(one, cluster).layouts for one in (run, quickstart()))
+    assert [one.run for one in found] == [one.run for one in want]
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_layout_that_does_not_fit_is_drawn_where_the_compiler_finishes_it(finished, tmp_path, capsys, monkeypatch):
     def compile_layout(layout, cluster, progress, calibration, html, anyway=False):
