@@ -192,6 +192,32 @@ def test_products_of_8_bits_are_as_fast_as_the_devices_units(topology, products,
         assert plain.compute - rounded.compute >= (1 - 1 / times) * least / hardware.flops
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("mesh", "experts"),
+    [
+        ("fsdp=8", ""),
+        ("fsdp=4,expert=2", ""),
+        ("expert=8", ""),
+        ("fsdp=2,expert=2,tensor=2", ""),
+        ("fsdp=2,expert=2,tensor=2", "expert=4"),
+        ("fsdp=2,tensor=4", "expert=4"),
+    ],
+)
+def test_experts_take_the_time_of_a_dense_width_that_a_token_goes_through(mesh, experts, top_k):
+    """However many experts a device has: those of a token are as wide as one dense feed-forward block."""
+    attention = AttentionConfig(heads=8, kv_heads=8, head_dim=64)
+
+    def compute(mlp: MlpConfig | MoeConfig, experts: str) -> float:
+        model = DecoderConfig(8192, 512, 4, pattern=(BlockConfig(attention, mlp),), dtype="bfloat16", remat="full")
+        run = RunConfig(name="experts", model=model, parallel=ParallelConfig(experts=experts))
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=64, seq_len=1024))
+        return on(run, mesh, "h100:1x8")[1].compute
+
+    of_experts = compute(MoeConfig(experts=8, top_k=top_k, hidden=8192), experts)
+    assert of_experts == pytest.approx(compute(MlpConfig(hidden=8192 * top_k), ""), rel=0.03)  # the router's products
+
+
 @pytest.mark.parametrize("trial", range(8))
 def test_no_step_is_faster_than_its_arithmetic_at_the_peak(trial):
     run = drawn(trial)

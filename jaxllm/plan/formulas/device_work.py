@@ -51,8 +51,9 @@ class DeviceWeight:
             more than ``stored`` with 3-level ZeRO.
         used: elements during use, after the all-gather.
         sides: a matrix's dimensions during use: width on the residual stream's side, and on the other.
-        share: fraction of a device's tokens that use it: top_k / experts for an expert, summed over the device's
-            experts.
+        share: rows of one matmul with it by the device's tokens: 1, or for one expert top_k / experts of the tokens of
+            all devices that exchange rows.
+        matmuls: with weights of these sides on the device: its experts, or 1.
         matrix: whether it is used in matmuls.
         expert: whether it belongs to an expert.
         exchanged: whether to one whose rows devices exchange, see ``is_exchanged``.
@@ -68,6 +69,7 @@ class DeviceWeight:
     used: int
     sides: tuple[int, int]
     share: float
+    matmuls: int
     matrix: bool
     expert: bool
     exchanged: bool
@@ -358,6 +360,7 @@ def _weight(
         math.prod(one),
         (one[stream] if one else 1, math.prod(others)),
         share,
+        1 if experts is None else one[experts],
         matrix,
         expert,
         exchanged,

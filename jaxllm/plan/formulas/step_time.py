@@ -214,7 +214,7 @@ class _Pass:
         self.compute += self.attention
 
     def _products(self, weight: DeviceWeight) -> None:
-        times = self._times(weight)
+        times = self._times(weight) * weight.matmuls
         rows = self.work.tokens * weight.share
         compute, memory = self.rates.product(rows, *weight.sides, block=weight.name.startswith("segments/"))
         self.compute += times * weight.layers * compute
