@@ -217,13 +217,13 @@ def project(
     """
     mesh = current_mesh()
     if mesh is None:
+        tokens, columns = x.shape[: x.ndim - contract], w.shape[contract:]
+        if multiply is None and current_rules().keep_heads:
+            rows = x.reshape(math.prod(tokens), *w.shape[:contract])
+            return _dot(rows, w, contract, None).reshape(*tokens, *columns)
         # Tokens as one dimension: the weight gradient then contracts one dimension instead of two, which XLA:CPU runs
         # as a plain matmul; otherwise it copies the activations transposed, a third of the step's time.
-        tokens = x.shape[: x.ndim - contract]
-        rows, columns = x.reshape(math.prod(tokens), -1), w.shape[contract:]
-        if multiply is None and contract == 1 and current_rules().keep_heads:
-            plain = lambda rows: jax.lax.dot_general(rows, w, (((1,), (0,)), ((), ())))  # noqa: E731
-            return multiply_rows(plain, rows).reshape(*tokens, *columns)
+        rows = x.reshape(math.prod(tokens), -1)
         matmul = multiply or (lambda x, w, *_: multiply_rows(lambda x: x @ w, x))
         return matmul(rows, w.reshape(rows.shape[1], -1), 1, None).reshape(*tokens, *columns)
     matmul = multiply or _dot

@@ -66,9 +66,9 @@ class Rules:
         star_bytes: most bytes of a result of a matmul whose partial sums over one mesh axis are added through one
             device (``sharding.star_sum``), for programs that are not differentiated; larger ones are the compiler's
             all-reduces. 0: all are.
-        keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: tiles of a TPU hold
-            several heads, and the weight as a matrix would be a copy in every step. Not for training: XLA:CPU copies
-            activations for the gradient then.
+        keep_heads: heads stay a dimension of a weight that one device multiplies with. For serving: as a matrix, a TPU
+            would copy a weight in every step, whose tiles hold several heads if they are its outputs, and out of the
+            stack of layers if they are its inputs. Not for training: XLA:CPU copies activations for the gradient then.
         folding: factoring of the mesh's devices for experts, in place of the table's; see ``on``.
         layouts: those of the layers in order, each with its number of layers, None for all that are left
             (``sharding.layer_layouts``); empty: all layers have the table's.

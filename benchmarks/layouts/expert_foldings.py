@@ -169,7 +169,7 @@ def figures(report: aot.CompileReport) -> dict:
     """Figures of a compiled step that are stored."""
     sent = Counter[str]()
     for one in report.collectives:
-        sent[one.kind] += one.total_bytes
+        sent[one.kind.removeprefix("ragged-")] += one.total_bytes
     return {
         "bytes": dict(sorted(sent.items())),
         "cycles": report.cycles,
