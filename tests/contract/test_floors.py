@@ -23,6 +23,7 @@ FLOORS = [
         "jaxllm.config",
         "jaxllm.files",
         "jaxllm.lazy",
+        "jaxllm.sockets",
         "jaxllm.svg",
         "jaxllm.sharding",
         "jaxllm.kernels",

@@ -29,6 +29,7 @@ import numpy as np
 from jaxllm.checkpoint.memory.erasure_coding import gf_multiply
 from jaxllm.checkpoint.storage.leaf_hashing import as_bytes, hash_array
 from jaxllm.files import atomic
+from jaxllm.sockets import receive_exactly
 
 MAX_HEADER_BYTES = 2**26
 
@@ -39,11 +40,11 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], np.ndarray]:
     Raises:
         ConnectionError: the other side has closed the connection.
     """
-    (length,) = struct.unpack(">I", _exactly(connection, 4).tobytes())
+    (length,) = struct.unpack(">I", receive_exactly(connection, 4).tobytes())
     if length > MAX_HEADER_BYTES:
         raise ConnectionError(f"a head of {length} bytes: this is not a message of a peer server")
-    head = json.loads(_exactly(connection, length).tobytes())
-    return head, _exactly(connection, head.get("bytes", 0))
+    head = json.loads(receive_exactly(connection, length).tobytes())
+    return head, receive_exactly(connection, head.get("bytes", 0))
 
 
 def send(connection: socket.socket, head: dict[str, Any], data: np.ndarray | None = None) -> None:
@@ -52,17 +53,6 @@ def send(connection: socket.socket, head: dict[str, Any], data: np.ndarray | Non
     text = json.dumps(head | {"bytes": data.nbytes}).encode()
     connection.sendall(struct.pack(">I", len(text)) + text)
     connection.sendall(data.data)
-
-
-def _exactly(connection: socket.socket, count: int) -> np.ndarray:
-    out = np.empty(count, np.uint8)
-    view, done = out.data, 0
-    while done < count:
-        got = connection.recv_into(view[done:])
-        if not got:
-            raise ConnectionError("the other side has gone")
-        done += got
-    return out
 
 
 class SnapshotStore:

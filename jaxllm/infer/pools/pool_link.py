@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ConfigError
+from jaxllm.sockets import receive_exactly
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -177,23 +178,6 @@ def connect(address: tuple[str, int], secret: bytes, silent: float = SILENT) -> 
     except OSError:
         connection.close()
         raise
-
-
-def receive_exactly(connection: socket.socket, count: int) -> np.ndarray:
-    """The next ``count`` bytes, uint8[count].
-
-    Raises:
-        ConnectionError: the other end has closed the connection.
-        OSError: nothing came in time.
-    """
-    out = np.empty(count, np.uint8)
-    view, done = out.data, 0
-    while done < count:
-        got = connection.recv_into(view[done:])
-        if not got:
-            raise ConnectionError("the connection was closed there")
-        done += got
-    return out
 
 
 def parse_address(text: str) -> tuple[str, int]:
