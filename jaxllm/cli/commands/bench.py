@@ -1,4 +1,5 @@
-"""``jaxllm bench``: decode throughput of a model and its share of the roofline; or the load of a server; or links."""
+"""``jaxllm bench``: decode throughput of a model and its share of the roofline; or the load of a server; or links,
+operators of training."""
 
 from __future__ import annotations
 
@@ -23,6 +24,10 @@ def bench(argv: list[str]) -> int:
     """Measure decode: `jaxllm bench MODEL`; a server: `bench serve`; links: `bench --links`."""
     if "--links" in argv:
         return bench_links([word for word in argv if word != "--links"])
+    if any(word.split("=")[0] == "--operators" for word in argv):
+        from jaxllm.cli.commands.planning.plan_profile import bench_operators
+
+        return bench_operators(argv)
     return bench_serve(argv[1:]) if argv[:1] == ["serve"] else bench_model(argv)
 
 

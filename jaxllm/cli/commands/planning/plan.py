@@ -53,6 +53,10 @@ def plan(argv: list[str]) -> int:
         from jaxllm.cli.commands.planning.plan_capacity import plan_capacity
 
         return plan_capacity([word for word in argv if word != "--capacity"])
+    if any(word.split("=")[0] == "--profile" for word in argv):
+        from jaxllm.cli.commands.planning.plan_profile import plan_profile
+
+        return plan_profile(argv)
 
     def run(
         recipe: Annotated[str, tyro.conf.Positional],
@@ -78,7 +82,7 @@ def plan(argv: list[str]) -> int:
         ... The exit status is 1 if no layout fits into device memory. `jaxllm plan MODEL --serve` plans the serving of
         a model instead, and has options of its own: `jaxllm plan --serve --help`. So has `jaxllm plan RECIPE
         --capacity`: which places for parameters, optimizer state and activations fit, on the device, in its host's
-        memory or on disk.
+        memory or on disk. `jaxllm plan RECIPE --profile FILE` predicts by measured operators instead of formulas.
 
         Args:
             recipe: name of the recipe, or FILE.py:FUNCTION.

@@ -1,0 +1,143 @@
+"""Task graph of a pipelined step: operations of the schedule table on a lane for each stage, messages between them.
+
+As the executor runs it (``jaxllm.parallel.pipeline.schedule_executor``): in a tick each stage runs one operation, then
+neighbours exchange what any stage sends. Embedding and head are all-gathered over the stages before the first tick;
+gradients are summed after the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from jaxllm.parallel.pipeline.schedule_table import KINDS, tabulate
+from jaxllm.plan.formulas.device_work import DeviceWeight
+from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, joined, times
+from jaxllm.plan.profile.operators import GradientSum
+from jaxllm.train import RunConfig
+from jaxllm.train.step.pipelined_loss import pipeline_plan
+from sharding import MeshSpec
+
+
+def pipelined_graph(run: RunConfig, mesh: MeshSpec, platform: str) -> StepGraph:
+    """Task graph of a step on a mesh with stages, see ``step_graph.step_graph``."""
+    return _PipelinedGraph(run, mesh, platform).built()
+
+
+class _PipelinedGraph:
+    def __init__(self, run: RunConfig, mesh: MeshSpec, platform: str):
+        self.graph = graph = GraphBuilder(run, mesh, platform)
+        self.run, self.zero, self.in_place = run, run.parallel.zero, run.parallel.in_place
+        self.stages, self.fsdp = graph.sizes["stage"], ("fsdp",) if "fsdp" in graph.sizes else ()
+        self.schedule, self.depths = pipeline_plan(run, self.stages)
+        self.layers = [w for w in graph.work.weights if w.name.startswith("segments/")]
+        self.ends = [w for w in graph.work.weights if not w.name.startswith("segments/")]
+        self.over = ("stage", *self.fsdp)
+        self.compute, self.param = run.model.dtype, run.model.param_dtype
+        self.stream = graph.work.stream_bytes()
+
+    def built(self) -> StepGraph:
+        graph, table = self.graph, tabulate(self.schedule)
+        for lane in range(self.stages):
+            graph.add("weights", self._gathered(), lane)
+        for tick in range(table.ticks):
+            for lane in range(self.stages):
+                kind, virtual = KINDS[table.kind[tick, lane]], int(table.virtual[tick, lane])
+                if kind != "idle":
+                    label = f"{kind} {table.micro[tick, lane]}, virtual stage {virtual}"
+                    graph.add(label, self._operation(kind, virtual), lane)
+            for does, pairs in ((table.right[tick], table.pairs_right), (table.left[tick], table.pairs_left)):
+                if does:
+                    self._exchange(tick, pairs)
+        before = set(graph.last.values())
+        for lane in range(self.stages):
+            graph.add("gradients", self._summed(), lane, before)
+        before = set(graph.last.values())
+        for lane in range(self.stages):
+            graph.add("scalars", graph.scalars(), lane, before)
+            graph.add("update", graph.update(), lane)
+        return graph.built()
+
+    def _exchange(self, tick: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Messages of a tick: a lane that receives waits for what its source has done before."""
+        before = dict(self.graph.last)
+        for lane in sorted({lane for pair in pairs for lane in pair}):
+            needs = {before[a, "compute"] for a, b in pairs if b == lane and (a, "compute") in before}
+            message = self.graph.sent("collective-permute", ("stage",), self.stream)
+            self.graph.add(f"message, tick {tick}", message, lane, needs)
+
+    def _operation(self, kind: str, virtual: int) -> Counts:
+        graph = self.graph
+        parts = [times(self._group(kind, g), count) for g, count in enumerate(self.depths.counts[virtual].tolist())]
+        if kind == "F" and virtual == 0:
+            parts += [graph.ends("embedding"), graph.sent("all-reduce", ("tensor",), self.stream)]
+        if kind == "F" and virtual == len(self.depths.counts) - 1:
+            softmax = graph.sent("all-reduce", ("tensor",), 3 * 4 * graph.work.tokens, dtype="float32")
+            parts += [graph.ends("loss"), graph.sent("all-reduce", ("tensor",), self.stream), softmax]
+        if kind == "B" and virtual == 0:
+            parts.append(graph.ends("embedding gradients"))
+        return joined(*parts)
+
+    def _group(self, kind: str, g: int) -> Counts:
+        """One group of layers of segment g in an operation."""
+        graph, size, whole = self.graph, len(self.graph.segments[g]), self.zero == 1
+        weights = [w for w in self.layers if w.name.startswith(f"segments/{g}/")]
+        gathered = self._leaves("all-gather", self.fsdp, weights, self.compute) if self.zero == 3 else {}
+        reduced = {} if whole else self._leaves("reduce-scatter", self.fsdp, weights, self.compute)
+        added: Counts = {GradientSum(sum(w.used if whole else w.stored for w in weights), self.param): 1.0}
+        sums = {"F": 2, "B": 3 if self.run.model.remat == "full" else 2, "W": 0}[kind]
+        sent = joined(gathered, graph.sent("all-reduce", ("tensor",), self.stream, sums * size))
+        if kind == "F":
+            return joined(graph.layers("forward", g), sent)
+        if kind == "W":  # a backward pass without its input gradients
+            return joined(graph.layers("backward", g), graph.layers("input gradients", g, -1.0), sent, reduced, added)
+        if self.schedule.split:
+            return joined(graph.layers("input gradients", g), sent)
+        return joined(graph.layers("backward", g), sent, reduced, added)
+
+    def _gathered(self) -> Counts:
+        """Collectives before the first tick: weights of embedding and head, of layers unless ZeRO-3 gathers them."""
+        return joined(
+            self._leaves("all-gather", self.over, self.ends, self.compute),
+            {} if self.in_place else self._moved(self.compute),
+            {} if self.zero == 3 else self._leaves("all-gather", self.fsdp, self.layers, self.compute, stacked=True),
+        )
+
+    def _summed(self) -> Counts:
+        """Collectives after the last tick: sums of gradients."""
+        late = (
+            self._leaves("reduce-scatter", self.fsdp, self.layers, self.param, stacked=True) if self.zero == 1 else {}
+        )
+        parts = [self._leaves("reduce-scatter", self.over, self.ends, self.param), late]
+        for weight in (*self.layers, *self.ends):
+            axes: tuple[str, ...] = ("data",)
+            if weight.stored == weight.used:  # no axis splits it
+                axes = ("data", *self.fsdp) if weight in self.layers else ("data", *self.over)
+            size = weight.stored * weight.layers * jnp.dtype(self.param).itemsize
+            parts.append(self.graph.sent("all-reduce", axes, size, dtype=self.param))
+        return joined(*parts, {} if self.in_place else self._moved(self.param))
+
+    def _moved(self, dtype: str) -> Counts:
+        """All-to-all that brings layers to their stages, or their gradients back."""
+        size = jnp.dtype(dtype).itemsize
+        return joined(
+            *(
+                self.graph.sent("all-to-all", ("stage",), w.stored * w.layers * size, dtype=dtype)
+                for w in self.layers
+                if w.matrix
+            )
+        )
+
+    def _leaves(
+        self, kind: str, axes: Sequence[str], weights: Iterable[DeviceWeight], dtype: str, *, stacked: bool = False
+    ) -> Counts:
+        """Collectives of weights that are split between steps: of one layer, or of the device's layers (stacked)."""
+        size = jnp.dtype(dtype).itemsize
+        return joined(
+            *(
+                self.graph.sent(kind, axes, w.used * (w.layers if stacked else 1) * size, dtype=dtype)
+                for w in weights
+                if w.stored < w.used
+            )
+        )
