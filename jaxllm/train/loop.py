@@ -430,6 +430,8 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
         view.say(run.slots.describe())
     if run.unequal is not None:
         view.say(run.unequal.describe())
+    if run.uneven_state is not None:
+        view.say(run.uneven_state.describe())
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:
