@@ -11,8 +11,10 @@ import pytest
 
 from jaxllm.checkpoint import Checkpointer
 from jaxllm.parallel.parallel_config import ParallelConfig
-from jaxllm.train import train
+from jaxllm.train import RunConfig, train
+from jaxllm.train.compile_step import state_bytes_here, step_memory_here
 from jaxllm.train.disk.config import DiskConfig
+from jaxllm.train.disk.step_bytes import shard_bytes
 from jaxllm.train.run import Run
 from jaxllm.train.run_sharding import sharding_table
 from jaxllm.train.unequal.uneven_slices import uneven_cut
@@ -57,7 +59,7 @@ def test_a_run_is_that_of_even_shards_and_resumes_with_any(tmp_path, capsys):
     shares = [ParallelConfig(state_shares=given) for given in ((3, 3, 1, 1), (1, 5, 2, 1), ())]
     for name, parallel in zip(("uneven", "others", "even"), shares, strict=True):
         assert train(runs.run_config(tmp_path, name=name, parallel=parallel, **settings)).complete
-    assert "GiB of a device over data, in shares 3 3 1 1" in capsys.readouterr().out
+    assert "uneven optimizer state: 0.0, 0.0, 0.0, 0.0 MiB of a device over data" in capsys.readouterr().out
     even, losses = saved_hashes(tmp_path, "even"), runs.losses(tmp_path / "runs" / "even")
     for name in ("uneven", "others"):
         assert saved_hashes(tmp_path, name) == even
@@ -82,6 +84,26 @@ def test_devices_hold_their_shares(tmp_path):
     held = [state.bytes_on(device) for device in run.mesh.devices.flat]
     assert sum(held[::2]) + sum(held[1::2]) >= whole
     assert held[0] > 1.8 * held[2] > 3 * held[4]
+
+
+@pytest.mark.drawn(0.3)
+def test_memory_counts_the_largest_share(tmp_path):
+    """Bytes between steps, exactly; of a step at least these, since the largest slice of a unit is larger too."""
+
+    def config_of(*shares: int) -> RunConfig:
+        parallel = ParallelConfig(state_shares=shares)
+        return runs.run_config(tmp_path, mesh="data=4,tensor=2", batch_size=8, parallel=parallel)
+
+    equal, uneven = config_of(1, 1, 1, 1), config_of(5, 1, 1, 1)
+    state = shard_bytes([x for x in jax.tree.leaves(Run(config_of()).abstract.opt_state) if x.ndim])
+    more = state_bytes_here(uneven).device - state_bytes_here(equal).device
+    assert more == pytest.approx(state * (5 / 8 - 1 / 4), rel=0.02)
+    assert state_bytes_here(config_of()).device - state_bytes_here(equal).device == pytest.approx(
+        state * 3 / 4, rel=0.02
+    )
+    assert step_memory_here(uneven)[0] >= step_memory_here(equal)[0] + more
+    config = runs.run_config(tmp_path, mesh="data=4,tensor=2", parallel=ParallelConfig(state_shares=(5, 1, 1, 1)))
+    assert "uneven optimizer state: 0.0, 0.0, 0.0, 0.0 MiB of a device over data" in sharding_table(config, 8).remark
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,11 @@ UNEQUAL: tuple[Refusal, ...] = (
                 "an update that is undone would need a second copy of the optimizer state",
                 'give spikes.action = "rollback"',
             ),
+            (
+                "absent experts",
+                "the state of absent experts would need a second copy",
+                "set routing.absent to 0",
+            ),
             ("fixed global batch", "a round that is not filled undoes its update", "set peers.batch to 0"),
             ("trainable subset", "the state of all parameters is updated unit by unit", EVEN_STATE),
             ("adapter", "the state of an adapter is small", EVEN_STATE),

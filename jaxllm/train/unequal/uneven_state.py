@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxllm.checkpoint.offloaded_leaf import OffloadedLeaf
 from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
@@ -27,6 +27,7 @@ from jaxllm.train.config import RunConfig
 from jaxllm.train.disk.state_units import StateUnits
 from jaxllm.train.unequal.unequal_gradients import uneven_axes
 from jaxllm.train.unequal.uneven_slices import NO_MESH, Box, UnevenCut, from_slices, joined, uneven_cut, uneven_index
+from sharding.rules import without_axes
 
 Rows = dict[jax.Device, list[jax.Array]]
 """Parts of a unit's arrays by device, in the order of the tree."""
@@ -217,15 +218,6 @@ class UnevenState(StateUnits):
                 rows = self._rows.setdefault(unit, {}).setdefault(device, [None] * len(members))  # type: ignore[list-item]
                 rows[place] = jax.device_put(done[str(box)], device)
 
-    def describe(self) -> str:
-        """Line for the log: bytes of the state by index of the uneven axes, of this process's devices."""
-        of = {uneven_index(self.mesh, self.over, device): self.bytes_on(device) for device in self.devices}
-        said = ", ".join(f"{of[index] / 2**30:.3f}" for index in sorted(of))
-        return f"uneven optimizer state: {said} GiB of a device over {' x '.join(self.over)}, in shares {self}"
-
-    def __str__(self) -> str:
-        return " ".join(map(str, self.shares))
-
     def _units_of(self, leaf: int) -> Iterable[tuple[int, int, int, UnevenCut]]:
         """Row of an array, number of the unit that has it, its place among the unit's arrays, and its cut."""
         row = 0
@@ -253,6 +245,26 @@ def uneven_state(config: RunConfig, mesh: Mesh, opt_state: Any) -> UnevenState |
     if not over:  # shares for other devices are refused by the table (``jaxllm.train.unequal.unequal_refusals``)
         return None
     return UnevenState(opt_state, mesh, over, shares)
+
+
+def described_state(config: RunConfig, sizes: Mapping[str, int], opt_state: Any) -> str:
+    """Line for the log: bytes of the optimizer state that a device of each index of the uneven axes holds; or "".
+
+    Args:
+        config: the run.
+        sizes: of the mesh axes.
+        opt_state: abstract, with even shards.
+    """
+    shares = config.parallel.state_shares
+    over = uneven_axes(shares, config.parallel.zero, sizes)
+    if not over:
+        return ""
+    whole = 0
+    for leaf in jax.tree.leaves(opt_state):
+        spec = without_axes(leaf.sharding.spec, frozenset(over))
+        whole += math.prod(NamedSharding(leaf.sharding.mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    said = ", ".join(f"{whole * share / sum(shares) / 2**20:,.1f}" for share in shares)
+    return f"uneven optimizer state: {said} MiB of a device over {' x '.join(over)}"
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -118,6 +118,14 @@ class LoweredUnevenUpdate:
         updates = {device: x.compile(compiler_options=compiler_options) for device, x in self.updates.items()}
         return LoweredUnevenUpdate(slices, updates, whole, self._cuts, self._state)
 
+    def working_bytes(self) -> int:
+        """Bytes of a device that the compiled programs take beside parameters, gradients and state."""
+        slices, whole = (one.memory_analysis() for one in (self.slices, self.whole))
+        own = [one.memory_analysis() for one in self.updates.values()]
+        update = max(one.output_size_in_bytes - one.alias_size_in_bytes + one.temp_size_in_bytes for one in own)
+        given: int = slices.output_size_in_bytes + slices.temp_size_in_bytes
+        return given + update + whole.output_size_in_bytes + whole.temp_size_in_bytes
+
     def as_text(self) -> str:
         """Text of all programs."""
         return "".join(one.as_text() for one in (self.slices, *self.updates.values(), self.whole))
