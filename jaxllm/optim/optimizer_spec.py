@@ -62,6 +62,8 @@ class OptimizerSpec:
         layerwise: updates layer by layer in a step of its own and never holds all gradients.
         streamable: supports optimizer offload: the state is stacked as layers are, and that of a layer depends on its
             gradients alone.
+        elementwise: each element of update and state depends on the same element of parameter, gradient and state
+            alone, so that a device can compute any part of an array (uneven optimizer state).
         float32_state: the state must be float32, as the parameters are: bases, iterates, Hessian.
         collage: supports rounding = "collage": the state is moments of gradients.
         averaging: the parameters are an average of iterates: the learning rate must not decay and updates cannot be
@@ -86,6 +88,7 @@ class OptimizerSpec:
     refresh: int = 0
     layerwise: bool = False
     streamable: bool = False
+    elementwise: bool = False
     float32_state: bool = False
     collage: bool = False
     averaging: bool = False

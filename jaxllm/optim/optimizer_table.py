@@ -81,11 +81,14 @@ def _hooks_of_step(name: str) -> Callable[[Any, Any], StepHooks]:
 
 
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(decayed(_adam), ADAM | {"moments"}, streamable=True, collage=True, arrays=2, counters=2),
+    "adamw": OptimizerSpec(
+        decayed(_adam), ADAM | {"moments"}, streamable=True, elementwise=True, collage=True, arrays=2, counters=2
+    ),
     "lion": OptimizerSpec(
         decayed(lambda config, _: optax.scale_by_lion(b1=config.b1, b2=config.b2)),
         frozenset({"b1", "b2"}),
         streamable=True,
+        elementwise=True,
         collage=True,
         arrays=1,
         counters=2,
@@ -167,6 +170,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
         decayed(lambda config, _: optax.trace(decay=config.b1)),
         frozenset({"b1"}),
         streamable=True,
+        elementwise=True,
         collage=True,
         arrays=1,
         counters=1,

@@ -61,6 +61,11 @@ def expected_collectives(
         raise NotImplementedError(
             'collective traffic with context = "by_need": the documents of a batch decide on its micro-steps and rings.'
         )
+    if plan.state_shares:
+        raise NotImplementedError(
+            "collective traffic with parallel.state_shares: new parameters are all-gathered unit by unit, in slices "
+            "with room for the largest; there is no formula for a step of several programs yet."
+        )
     if plan.micro_batches:
         raise NotImplementedError(
             "collective traffic with parallel.micro_batches: devices along data are in different micro-batches; there "

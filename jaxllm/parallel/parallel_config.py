@@ -66,6 +66,9 @@ class ParallelConfig:
             a step, or with ZeRO-1 of each of ``data`` x ``fsdp``, for devices of unequal speed; their mean is the run's
             ``accumulate``. Gradients are then summed over these axes once a step (``jaxllm.train.unequal``). Empty:
             ``accumulate`` each.
+        state_shares: uneven optimizer state (Cephalo): weights of the shares that devices hold, one for each index of
+            ``data``, or with ZeRO-1 of each of ``data`` x ``fsdp``, for devices of unequal memory
+            (``jaxllm.train.unequal.uneven_state``). Empty: the state is sharded as the parameters are.
         schedule: pipeline schedule, where the mesh has ``stage`` (``jaxllm.parallel.pipeline``); its micro-batches are
             the run's ``accumulate``.
         chunks: virtual stages per stage for "interleaved", "gis" and "gis_min"; 0 for the default of the schedule.
@@ -89,6 +92,7 @@ class ParallelConfig:
     experts: str = ""
     layout: Layout = "zigzag"
     micro_batches: tuple[int, ...] = ()
+    state_shares: tuple[int, ...] = ()
     schedule: Name = "1f1b"
     chunks: int = 0
     depths: tuple[int, ...] = ()
@@ -115,6 +119,14 @@ class ParallelConfig:
         if any(n < 1 for n in self.micro_batches):
             given = " ".join(map(str, self.micro_batches))
             raise ValueError(f"parallel: micro_batches = {given}; give each device one or more.")
+        if any(n < 1 for n in self.state_shares):
+            given, least = (
+                " ".join(map(str, found)) for found in (self.state_shares, (max(n, 1) for n in self.state_shares))
+            )
+            raise ValueError(
+                f"parallel: state_shares = {given}; a share is a weight of 1 or more, such as {least}. A device with "
+                "next to no memory left gets 1 beside larger weights of the others."
+            )
         self.folding()
         self.factoring()
         self.layouts()

@@ -348,6 +348,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "optimizer state on disk",
+        "fixed global batch",
+        "a round that is not filled undoes its update, of which the files have no second copy",
+        "set peers.batch to 0",
+    ),
+    Refusal(
+        "optimizer state on disk",
         "overlapped saves",
         "the step is more than two programs, and saves read files of their own beside it",
         'give checkpoint.saving = "auto"',

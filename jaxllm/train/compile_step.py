@@ -38,6 +38,7 @@ from jaxllm.train.step.step_builder import (
 )
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import jit_step
+from jaxllm.train.unequal.uneven_state import uneven_state
 from sharding.isolate import IsolatedError, Progress, run_isolated, stage
 from sharding.topology import Topology
 
@@ -106,12 +107,18 @@ def step_on(topology: Topology, run: RunConfig) -> tuple[Any, tuple[Any, Any], M
     """The run's jitted step, its abstract arguments (state and batch), and the mesh to trace it under.
 
     Raises:
-        ConfigError: the optimizer state is on disk, and the step is several programs.
+        ConfigError: the optimizer state is on disk or in uneven shares, and the step is several programs.
     """
     if run.disk.directory:
         raise ConfigError(
             f'disk.directory = "{run.disk.directory}": the step is several programs, with files between them; leave it '
             "out to compile for devices that are not here, or give `jaxllm train` --within SIZE --disk DIR:SIZE."
+        )
+    if run.parallel.state_shares:
+        raise ConfigError(
+            f"parallel.state_shares = {' '.join(map(str, run.parallel.state_shares))}: the step is several programs; "
+            "leave it out to compile for devices that are not here, or give --estimate for the memory of the largest "
+            "share."
         )
     return _step_for(run, topology.devices())
 
@@ -191,6 +198,8 @@ def _step_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[str, st
         return _layer_stream_memory(run, devices, chosen)
     if run.disk.directory:
         return _disk_step_memory(run, devices, chosen)
+    if run.parallel.state_shares:
+        return _uneven_step_memory(run, devices, chosen)
     step, arguments, mesh = _step_for(run, devices)
     with jax.set_mesh(mesh):
         memory: Any = step.lower(*arguments).compile(compiler_options=chosen).memory_analysis()
@@ -211,6 +220,29 @@ def _disk_step_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[st
         compiled = compiled_programs(lowered, chosen)
     host: int = compiled.gradients.memory_analysis().host_temp_size_in_bytes
     return _of_programs(disk_step_bytes(compiled, abstract, files), host, compiled._asdict())
+
+
+def _uneven_step_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> StepMemory:
+    """Bytes of a step with uneven optimizer state, on the device that holds most of it."""
+    model = run_model(run)
+    mesh = run_mesh(run, model, devices)
+    abstract = run_state(run, model, build_optimizer(run, model), mesh)
+    held = uneven_state(run, mesh, abstract.opt_state)
+    assert held is not None  # shares for other devices are refused with the mesh
+    abstract = replace(abstract, opt_state=held.leaves())
+    programs = build_disk_step(run, model, build_value_and_grad(run, model, mesh), abstract, held)
+    with jax.set_mesh(mesh):
+        lowered = lowered_programs(programs, abstract, abstract_batch(run, model, mesh), held)
+        compiled = compiled_programs(lowered, chosen)
+    state, resident = max(map(held.bytes_on, mesh.devices.flat)), shard_bytes((abstract.params, abstract.extras))
+    gradients, finish = (one.memory_analysis() for one in (compiled.gradients, compiled.finish))
+    update = max(one.working_bytes() for one in compiled.updates.values())
+    device = state + max(
+        program_bytes(gradients), resident + gradients.output_size_in_bytes + update, program_bytes(finish)
+    )
+    host: int = gradients.host_temp_size_in_bytes
+    whole = {segment: one.whole for segment, one in compiled.updates.items()}
+    return _of_programs(device, host, {**compiled._asdict(), "updates": whole})
 
 
 def _layer_stream_memory(run: RunConfig, devices: list[jax.Device], chosen: dict[str, str] | None) -> StepMemory:
@@ -259,6 +291,9 @@ def state_bytes_here(run: RunConfig) -> StateBytes:
                 shard_bytes((params.kept_of(abstract.params), abstract.extras)), 0, files.bytes + params.bytes
             )
         return StateBytes(shard_bytes((abstract.params, abstract.extras)), 0, files.bytes)
+    if (held := uneven_state(run, mesh, abstract.opt_state)) is not None:
+        most = max(map(held.bytes_on, mesh.devices.flat))
+        return StateBytes(shard_bytes((abstract.params, abstract.extras)) + most, 0, 0)
     leaves = jax.tree.leaves((abstract.params, abstract.opt_state, abstract.extras))
     away = [leaf for leaf in leaves if leaf.sharding.memory_kind == "pinned_host"]
     return StateBytes(shard_bytes(leaves) - shard_bytes(away), shard_bytes(away), 0)

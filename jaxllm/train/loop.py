@@ -57,6 +57,7 @@ from jaxllm.train.step.param_average import evaluated_params
 from jaxllm.train.step.pipelined_loss import pipeline_plan, pipelined_loss_sums
 from jaxllm.train.step.step_builder import streamed_model
 from jaxllm.train.step.train_state import TrainState
+from jaxllm.train.unequal.uneven_state import described_state
 
 
 @dataclass(frozen=True)
@@ -430,6 +431,8 @@ def announce_run(run: Run, view: LiveView, first: int) -> None:
         view.say(run.slots.describe())
     if run.unequal is not None:
         view.say(run.unequal.describe())
+    if run.uneven_state is not None:
+        view.say(described_state(config, run.mesh.shape, run.abstract.opt_state))
     for line in repeated_data.repetition_warnings(run.data.train, config.steps):
         view.say(line)
     if first:

@@ -72,6 +72,7 @@ from jaxllm.train.step.step_chain import saved_state
 from jaxllm.train.step.train_state import TrainState
 from jaxllm.train.step.training_step import ValueAndGrad, jit_split_step, jit_step
 from jaxllm.train.unequal.unequal_rows import unequal_rows
+from jaxllm.train.unequal.uneven_state import uneven_state
 from pallas_kernels.ring_attention import order
 from sharding import MeshSpec, ShardingError, shardings_of
 from sharding.layer_layouts import rules_of
@@ -120,6 +121,7 @@ class Run:
         optimizer: the optax chain.
         abstract: shapes, dtypes and shardings of the train state.
         state_files: the optimizer state, where it is on disk; else None.
+        uneven_state: the optimizer state, where ``parallel.state_shares`` has numbers; else None.
         param_files: the parameters of layers, where they are on disk; else None.
         disk_bytes: bytes of the state in files.
         links: techniques of the step, some of which keep state.
@@ -174,6 +176,9 @@ class Run:
         if config.disk.directory:
             self.state_files = StateFiles(config.disk, self.abstract.opt_state)
             self.abstract = replace(self.abstract, opt_state=self.state_files.leaves())
+        self.uneven_state = uneven_state(config, self.mesh, self.abstract.opt_state)
+        if self.uneven_state is not None:
+            self.abstract = replace(self.abstract, opt_state=self.uneven_state.leaves())
         self.param_files: StateFiles | None = None
         if self.state_files is not None and config.disk.parameters:
             self.param_files = StateFiles(config.disk, self.abstract.params, "params")
@@ -273,11 +278,11 @@ class Run:
                 programs = build_streamed_step(self.config, of, files, batch, options)
             inputs = streamed_inputs(self.config, of, programs, self.mesh)
             return LayerStreamStep(programs, of, files, inputs), time.monotonic() - start
-        if files is not None:
-            streamed = build_disk_step(self.config, self.model, grads, self.abstract, files)
+        if (units := files or self.uneven_state) is not None:
+            streamed = build_disk_step(self.config, self.model, grads, self.abstract, units)
             with jax.set_mesh(self.mesh):
-                ready = compiled_programs(lowered_programs(streamed, self.abstract, batch, files), options)
-            return DiskStep(ready, files, score), time.monotonic() - start
+                ready = compiled_programs(lowered_programs(streamed, self.abstract, batch, units), options)
+            return DiskStep(ready, units, score), time.monotonic() - start
 
         def compile_choice(choice: Choice | None = None) -> Any:
             own = build_step(self.config, self.model, grads, self.optimizer, layers=layers, choice=choice)

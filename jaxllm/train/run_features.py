@@ -110,6 +110,10 @@ def _zero(run: RunConfig) -> str:
     )
 
 
+def _state_shares(run: RunConfig) -> str:
+    return f"parallel.state_shares = {' '.join(map(str, run.parallel.state_shares))}"
+
+
 def _offloaded_optimizer(run: RunConfig) -> str:
     return f'disk.directory = "{run.disk.directory}"' if run.disk.directory else "host.optimizer"
 
@@ -192,6 +196,13 @@ FEATURES: dict[str, Feature] = {
         ),
         lambda run: f"the mesh {run.mesh!r} with {_zero(run)}",
     ),
+    "uneven optimizer state": Feature(lambda run, _: bool(run.parallel.state_shares), _state_shares),
+    "shares of other devices": Feature(
+        lambda run, sizes: (
+            bool(run.parallel.state_shares) and not uneven_axes(run.parallel.state_shares, run.parallel.zero, sizes)
+        ),
+        lambda run: f"the mesh {run.mesh!r} with {_zero(run)}",
+    ),
     "replicas": Feature(
         lambda run, sizes: sizes.get("replica", 1) > 1, lambda run: f"the mesh {run.mesh!r} with replicas"
     ),
@@ -261,6 +272,7 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.optim.spec.hooks is not None and not run.optim.spec.subsets, _optimizer
     ),
     "optimizer that is not streamed": Feature(lambda run, _: not run.optim.spec.streamable, _optimizer),
+    "optimizer that is not elementwise": Feature(lambda run, _: not run.optim.spec.elementwise, _optimizer),
     "optimizer that changes the step": Feature(lambda run, _: run.optim.spec.hooks is not None, _optimizer),
     "rounded updates": Feature(lambda run, _: run.optim.rounding != "nearest", _rounding),
     "narrow moments": Feature(

@@ -28,6 +28,7 @@ from jaxllm.train.run_slots import context_slots
 from jaxllm.train.step.pipelined_loss import pipeline_plan
 from jaxllm.train.step.step_builder import build_optimizer, run_state
 from jaxllm.train.unequal.unequal_rows import unequal_rows
+from jaxllm.train.unequal.uneven_state import described_state
 from sharding import MeshSpec
 from sharding.topology import Topology
 
@@ -77,6 +78,7 @@ def sharding_table(config: RunConfig, num_devices: int, topology: Topology | Non
     slots = context_slots(config, mesh, model.rules)
     uneven = unequal_rows(config, mesh)
     said = [one.describe() for one in (slots, uneven) if one is not None]
+    said.append(described_state(config, mesh.shape, state.opt_state))
     remark = "\n".join(filter(None, (outer, *said)))
     if outer:
         rows //= mesh.shape[REPLICA]

@@ -17,12 +17,14 @@ import pytest
 from jaxllm import cli
 from jaxllm.config import ConfigError
 from jaxllm.parallel.parallel_config import ParallelConfig
+from jaxllm.plan.formulas.memory_estimate import predict as predict_memory
 from jaxllm.plan.formulas.step_time import predict
 from jaxllm.plan.hardware import HardwareError
 from jaxllm.plan.unequal.device_order import OrderCosts, annealed_order, best_order
 from jaxllm.plan.unequal.unequal_cluster import read_cluster
 from jaxllm.plan.unequal.unequal_search import search_unequal
 from jaxllm.plan.unequal.unequal_view import described_plan
+from jaxllm.plan.unequal.uneven_rows import share_weights
 from jaxllm.plan.unequal.unit_cost import stage_unit_cost
 from jaxllm.train.combinations import check_combinations
 from jaxllm.train.run import Run, mesh_check
@@ -121,9 +123,7 @@ def test_groups_stay_together_and_slow_units_have_fewer_layers(tmp_path):
     assert uneven
     assert all(sum(plan.rows) == 256 and plan.rows[0] > plan.rows[3] for plan in uneven)
     assert all(sum(plan.state) in (pytest.approx(1), 4) for plan in uneven)
-    runs_with = [plan for plan in uneven if not plan.missing]
-    assert runs_with
-    for plan in runs_with:  # the run is one that training takes, and needs no more time than with equal rows
+    for plan in uneven:  # the run is one that training takes, and needs no more time than with equal rows
         counts = plan.run.parallel.micro_batches
         assert sum(counts) == plan.run.accumulate * 4
         rows = unequal_rows(plan.run, plan.mesh.abstract())
@@ -134,6 +134,41 @@ def test_groups_stay_together_and_slow_units_have_fewer_layers(tmp_path):
         assert plan.even is not None
         assert plan.seconds < plan.even
         assert f"--parallel.micro-batches {' '.join(map(str, counts))}" in described_plan(1, plan, cluster)
+
+
+@pytest.mark.drawn(2)
+def test_small_memory_gives_shares_of_the_optimizer_state(tmp_path):
+    """Cephalo: where the memory of some devices is too small, plans have shares, and runs that training takes."""
+    old = OLD.replace("1x8", "2x8").replace("memory = 40", "memory = 20")
+    cluster = cluster_of(tmp_path, NEW + old + NETWORK + BETWEEN)
+    run = dataclasses.replace(llama3_8b(), data=dataclasses.replace(llama3_8b().data, batch_size=32))
+    shared = [plan for plan in search_unequal(run, cluster).plans if plan.run.parallel.state_shares]
+    assert shared
+    for plan in shared:
+        shares = plan.run.parallel.state_shares
+        assert plan.even is None
+        assert plan.state == tuple(one / sum(shares) for one in shares)
+        assert all(
+            size <= cluster.groups[unit.group].limit for size, unit in zip(plan.memory, cluster.units, strict=True)
+        )
+        assert plan.seconds == pytest.approx(sum(plan.parts.values()))
+        mesh_check(plan.run, run_model(plan.run))(plan.mesh.abstract())
+        check_combinations(plan.run, dict(plan.mesh.axes))
+        said = described_plan(1, plan, cluster)
+        assert f"--parallel.state-shares {' '.join(map(str, shares))}" in said
+        # The estimate of the run itself is that of the device which holds most.
+        topology = cluster.as_if_equal(0).topology
+        largest = predict_memory(plan.run, plan.mesh, topology).optimizer
+        even = dataclasses.replace(plan.run, parallel=dataclasses.replace(plan.run.parallel, state_shares=()))
+        assert largest == pytest.approx(max(plan.state) * predict_memory(even, plan.mesh, topology).optimizer, rel=1e-6)
+
+
+def test_weights_of_shares_fit_and_are_small():
+    assert share_weights([1.0, 1.0], 1.0) == (1, 1)
+    assert share_weights([3.0, 1.0], 4.0) == (3, 1)
+    assert share_weights([10.0, 10.0, 10.0, 0.5], 4.0) == (3, 3, 3, 1)
+    assert share_weights([1.0, 1.0], 2.1) is None
+    assert share_weights([10.0, 1e-3], 4.0) is None  # room for less than the smallest weight
 
 
 def test_annealing_finds_the_clusters_of_many_units():

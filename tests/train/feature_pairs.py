@@ -50,6 +50,7 @@ from jaxllm.train.step.step_builder import (
     streamed_model,
 )
 from jaxllm.train.unequal.unequal_rows import unequal_rows
+from jaxllm.train.unequal.uneven_state import uneven_state
 from sharding import MeshSpec
 from tests import quick, tiny
 
@@ -109,6 +110,11 @@ def _uneven_rows(run: RunConfig) -> RunConfig:
     return _parallel(micro_batches=(2 * made.accumulate - 1, 1))(made)
 
 
+def _uneven_state(run: RunConfig) -> RunConfig:
+    others = [axis for axis in sizes_of(run) if axis not in ("data", "fsdp", "replica")]
+    return _parallel(state_shares=(3, 1))(dataclasses.replace(run, mesh=f"data=2,{(*others, 'fsdp')[0]}=2"))
+
+
 SETTINGS: dict[str, Setting] = {
     "replicas": _run(mesh="replica=2,fsdp=2", outer=OuterConfig("diloco", every=1)),
     "no replicas": _run(mesh="fsdp=4"),
@@ -121,6 +127,7 @@ SETTINGS: dict[str, Setting] = {
     "no data axis": _run(mesh="fsdp=4"),
     "no outer step": _run(outer=OuterConfig()),
     "uneven rows": _uneven_rows,
+    "uneven optimizer state": _uneven_state,
     "pipeline": _pipeline,
     "virtual stages": _parallel(schedule="interleaved", chunks=2),
     "depths of stages": _parallel(depths=(1, 3)),
@@ -155,6 +162,7 @@ SETTINGS: dict[str, Setting] = {
     "projected gradients": _optim(kind="compact"),
     "averaging optimizer": _optim(kind="schedule_free"),
     "optimizer that is not streamed": _optim(kind="muon"),
+    "optimizer that is not elementwise": _optim(kind="adafactor"),
     "rounded updates": _all(_model(param_dtype="bfloat16"), _optim(rounding="stochastic")),
     "narrow moments": _optim(moments="8bit"),
     "gradient accumulation": _run(accumulate=2),
@@ -270,24 +278,28 @@ def outcome(*names: str) -> Pair | None:
         abstract = dataclasses.replace(abstract, opt_state=files.leaves())
     if param_files is not None:
         abstract = dataclasses.replace(abstract, params=param_files.leaves())
+    if (uneven := uneven_state(run, mesh, abstract.opt_state)) is not None:
+        abstract = dataclasses.replace(abstract, opt_state=uneven.leaves())
     batch = tiny.batch(7, 8, 16, run.model.vocab_size, packed=True)
     with jax.set_mesh(mesh):
-        state = init_run_state(run, model, transform, mesh, abstract, files=files, param_files=param_files)
+        state = init_run_state(run, model, transform, mesh, abstract, None, files, param_files, uneven)
         batch = put_rows(run, model, mesh, batch)
-        if files is None:
+        if files is None and uneven is None:
             jitted = quick.jit(build_step(run, model, grads, transform, layers=run.observe.layers_every > 0))
             text = jitted.lower(state, batch).as_text()
             after, metrics = jitted(state, batch)
-        elif param_files is not None:
+        elif files is not None and param_files is not None:
             of = streamed_model(run, model, abstract, param_files)
             programs = build_streamed_step(run, of, files, batch, quick.OPTIONS)
             parts = (programs.embed, programs.head, *programs.forward.values(), *programs.update.values())
             text = "".join(one.as_text() for one in (*parts, *programs.backward.values()))
             after, metrics = LayerStreamStep(programs, of, files, HostInputs())(state, batch)
         else:
-            lowered = lowered_programs(build_disk_step(run, model, grads, abstract, files), abstract, batch, files)
+            units = uneven or files
+            assert units is not None
+            lowered = lowered_programs(build_disk_step(run, model, grads, abstract, units), abstract, batch, units)
             text = "".join(one.as_text() for one in (lowered.gradients, *lowered.updates.values(), lowered.finish))
-            after, metrics = DiskStep(compiled_programs(lowered, quick.OPTIONS), files)(state, batch)
+            after, metrics = DiskStep(compiled_programs(lowered, quick.OPTIONS), units)(state, batch)
         loss = float(np.mean(jax.device_get(metrics["loss"])))
     assert np.isfinite(loss)
     assert 2 < loss < 8

@@ -100,8 +100,8 @@ def shared_programs() -> Iterator[None]:
     """Runs in such blocks of this process that need the same training step, or evaluation, share one program.
 
     Tracing and compiling them is most of what a tiny run costs. Processes that resume a run have programs of their own:
-    see tests/proofs/first_run/resume.py, and the tests that start ``jaxllm train``. A step with state in files is its
-    run's own: it has those files.
+    see tests/proofs/first_run/resume.py, and the tests that start ``jaxllm train``. A step with state in files or in
+    uneven parts is its run's own: it has those.
     """
     compile_step, init = preparing.Run.compile_step, Evaluator.__init__
     sharing = True
@@ -110,7 +110,7 @@ def shared_programs() -> Iterator[None]:
         return tuple(jax.config.read(name) for name in ("jax_enable_x64", "jax_disable_most_optimizations"))
 
     def compiled(self: preparing.Run) -> Any:
-        if not sharing or self.config.disk.directory:
+        if not sharing or self.config.disk.directory or self.config.parallel.state_shares:
             return compile_step(self)
         # What tests replace decides on the program too.
         replaced = tuple(getattr(preparing, f"build_{what}") for what in ("value_and_grad", "step", "optimizer"))

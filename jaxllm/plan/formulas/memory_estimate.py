@@ -26,6 +26,7 @@ from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.engine_memory import engine_bytes
 from jaxllm.plan.formulas.optimizer_memory import average_bytes, check_optimizer, state_bytes
 from jaxllm.train import RunConfig
+from jaxllm.train.unequal.unequal_gradients import uneven_axes
 from sharding import MeshSpec
 from sharding.topology import Topology
 
@@ -93,7 +94,8 @@ class MemoryEstimate:
 
     Attributes:
         parameters: parameters as stored.
-        optimizer: optimizer state, and the average of the parameters where the run has one.
+        optimizer: optimizer state, and the average of the parameters where the run has one; with uneven shares of the
+            state, of the device that holds most.
         batch: token ids and the arrays that go with them.
         gradients: gradients as stored, or accumulated over micro-batches.
         weights: gathered weights.
@@ -146,7 +148,9 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     parameters = round(sum(laid(w.shape) * (w.bytes or wide) for w in work.weights))
     copies = copies_on(topology)
     kept, host = _activations(work, copies)
-    state = state_bytes(work, sum(laid(w.shape) for w in work.trained) * wide, laid)
+    state = round(
+        state_bytes(work, sum(laid(w.shape) for w in work.trained) * wide, laid) * largest_state_share(run, mesh)
+    )
     of_layers = offload_time.layer_share(work)
     moved = offload_time.streamed_share(work)
     away = [round(size * of_layers * share) for size, share in ((parameters, run.host.params), (state, moved))]
@@ -167,6 +171,16 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
         host + sum(away),
         engine,
     )
+
+
+def largest_state_share(run: RunConfig, mesh: MeshSpec) -> float:
+    """Optimizer state of the device that holds most of it (``parallel.state_shares``), over that of an even shard."""
+    shares, sizes = run.parallel.state_shares, dict(mesh.axes)
+    over = uneven_axes(shares, run.parallel.zero, sizes)
+    if not over:
+        return 1.0
+    split = math.prod(sizes[axis] for axis in over if axis != "data")  # ZeRO-1 shards it over fsdp anyway
+    return split * max(shares) / sum(shares)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,9 +2,10 @@
 
 Two kinds of plans are compared on each mesh whose axes ``stage`` and ``data`` are over the units of the cluster, and
 all others inside a unit: pipelines, whose device order and depths are chosen (``device_order``, ``depth_split``), and
-replicas of the whole model, which get equal rows, or rows by their speed (``uneven_rows``). Memory is that of the one
-program that all devices run: the buffers of a pipeline are as large as its deepest stage needs, on all devices, so the
-smallest memory decides how deep a stage may be.
+replicas of the whole model. These get equal rows, or rows by their speed, and where the memory of some is too small,
+shares of the optimizer state by their memory (``uneven_rows``). All other memory is that of the one program that all
+devices run: the buffers of a pipeline are as large as its deepest stage needs, on all devices, so the smallest memory
+decides how deep a stage may be.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.unequal.depth_split import DepthSplit, depth_splits
 from jaxllm.plan.unequal.device_order import DeviceOrder, OrderCosts, best_order
 from jaxllm.plan.unequal.unequal_cluster import UnequalCluster
-from jaxllm.plan.unequal.uneven_rows import split_rows, split_state
+from jaxllm.plan.unequal.uneven_rows import share_weights, split_rows
 from jaxllm.plan.unequal.unit_cost import ReplicaUnitCost, StageUnitCost, replica_unit_cost, stage_unit_cost
 from jaxllm.train import RunConfig
+from jaxllm.train.combinations import refused
 from sharding import MeshSpec
 
 
@@ -43,7 +45,6 @@ class UnequalPlan:
         memory: bytes of a device, by unit. [U]
         even: seconds of the same layout in the file's order, with layers split evenly; None where that does not fit.
         splits: non-dominated splits of the layers in this order; empty without stages.
-        missing: what the plan needs that training has not; empty for a plan that runs as it is.
     """
 
     run: RunConfig
@@ -58,14 +59,13 @@ class UnequalPlan:
     memory: tuple[int, ...]
     even: float | None
     splits: tuple[DepthSplit, ...]
-    missing: str
 
 
 class UnequalSearchResult(NamedTuple):
     """Result of a search on an unequal cluster.
 
     Attributes:
-        plans: those that fit, fastest first: of each mesh the fastest that runs, and a faster one that does not.
+        plans: those that fit, the fastest of each mesh, fastest first.
         tried: number of layouts.
         least: bytes above the limit of a device in the layout that comes nearest, if none fits; 0 where none is legal.
     """
@@ -90,7 +90,7 @@ def search_unequal(run: RunConfig, cluster: UnequalCluster, calibration: Calibra
     for mesh in unit_meshes(run, cluster):
         of_mesh = _of_stages if dict(mesh.axes).get("stage", 1) > 1 else _of_replicas
         plans += of_mesh(list(_layouts(run, mesh)), mesh, cluster, calibration, over)
-    plans.sort(key=lambda plan: (round(plan.seconds, 9), str(plan.mesh), plan.missing))
+    plans.sort(key=lambda plan: (round(plan.seconds, 9), str(plan.mesh)))
     return UnequalSearchResult(tuple(plans), len(over), 0 if plans else min(over, default=0))
 
 
@@ -204,26 +204,22 @@ def _pipeline(
         tuple(one.memory(deepest) for one in of),
         None if plain is None else plain.seconds,
         tuple(depth_splits(layer, beside, given.layers, given.most)),
-        "",
     )
 
 
 def _of_replicas(
     layouts: list[RunConfig], mesh: MeshSpec, cluster: UnequalCluster, calibration: Calibration, over: list[int]
 ) -> list[UnequalPlan]:
-    """The fastest replicas on a mesh that run, and those that do not, if they are faster; ``over`` as above."""
-    best: dict[bool, UnequalPlan] = {}
+    """The fastest replicas on a mesh; ``over`` as above."""
+    best: UnequalPlan | None = None
     for laid in layouts:
         costs = [replica_unit_cost(laid, mesh, cluster, group, calibration) for group in range(len(cluster.groups))]
         above, found = _replicas(laid, mesh, cluster, costs)
         over.append(above)
         for plan in found:
-            runs = not plan.missing
-            if runs not in best or plan.seconds < best[runs].seconds:
-                best[runs] = plan
-    if True in best and False in best and best[True].seconds <= best[False].seconds:
-        del best[False]
-    return list(best.values())
+            if best is None or plan.seconds < best.seconds:
+                best = plan
+    return [] if best is None else [best]
 
 
 def _replicas(
@@ -237,16 +233,21 @@ def _replicas(
     memory = [one.memory.total for one in of]
     over = max(size - limit for size, limit in zip(memory, limits, strict=True))
 
-    def plan(counts: tuple[int, ...], state: tuple[float, ...], missing: str, own_counts: bool) -> UnequalPlan:
+    def plan(counts: tuple[int, ...], weights: tuple[int, ...], own_counts: bool) -> UnequalPlan:
         ready = [one.fixed + n * one.micro_batch for one, n in zip(of, counts, strict=True)]
         slow = max(range(len(units)), key=lambda u: ready[u])
         sent = sums_once if own_counts else sums
-        parts = {"compute": ready[slow], "sums": sent}
+        state = tuple(one / sum(weights) for one in weights) if weights else (1.0,) * len(units)
+        # New parameters are all-gathered, with room for the largest slice.
+        moved = (len(units) - 1) * max(state) * of[0].memory.parameters / link if weights else 0.0
+        parts = {"compute": ready[slow], "sums": sent, "weights": moved}
         where = cluster.groups[units[slow].group].name
         limit = (
             f"{where}, which computes longest" if ready[slow] >= sent else f"sums of gradients at {link / 1e9:.3g} GB/s"
         )
-        parallel = dataclasses.replace(laid.parallel, micro_batches=counts if own_counts else ())
+        if moved > max(ready[slow], sent):
+            limit = f"new parameters at {link / 1e9:.3g} GB/s"
+        parallel = dataclasses.replace(laid.parallel, micro_batches=counts if own_counts else (), state_shares=weights)
         held = [
             round(one.memory.total - (1 - share) * one.memory.optimizer) for one, share in zip(of, state, strict=True)
         ]
@@ -254,7 +255,7 @@ def _replicas(
         return UnequalPlan(
             dataclasses.replace(laid, parallel=parallel),
             mesh,
-            ready[slow] + sent,
+            ready[slow] + sent + moved,
             parts,
             limit,
             tuple(range(len(units))),
@@ -264,22 +265,20 @@ def _replicas(
             tuple(held),
             ready_even if over <= 0 else None,
             (),
-            missing,
         )
 
-    found = []
-    if over <= 0:
-        found.append(plan((micro,) * len(units), (1.0,) * len(units), "", False))
-    if micro == 1 or not sums_once_a_step(laid, mesh):
-        return over, found
-    counts = split_rows([one.micro_batch for one in of], [one.fixed for one in of], micro * len(units))
-    room = [limit - one.memory.total + one.memory.optimizer for one, limit in zip(of, limits, strict=True)]
-    shares = split_state(room, of[0].memory.optimizer)
-    if shares is not None:
-        if over > 0:
-            found.append(plan(counts, shares, "uneven shards of optimizer state", True))
-        elif len(set(counts)) > 1 or sums_once < sums:
-            found.append(plan(counts, (1.0,) * len(units), "", True))
+    weights: tuple[int, ...] | None = ()
+    if over > 0:
+        room = [limit - one.memory.total + one.memory.optimizer for one, limit in zip(of, limits, strict=True)]
+        weights = share_weights(room, of[0].memory.optimizer)
+        shared = dataclasses.replace(laid, parallel=dataclasses.replace(laid.parallel, state_shares=weights or ()))
+        if weights is None or refused(shared, dict(mesh.axes)):
+            return over, []
+    found = [plan((micro,) * len(units), weights, False)]
+    if micro > 1 and sums_once_a_step(laid, mesh):
+        counts = split_rows([one.micro_batch for one in of], [one.fixed for one in of], micro * len(units))
+        if len(set(counts)) > 1 or sums_once < sums:
+            found.append(plan(counts, weights, True))
     return over, found
 
 

@@ -46,7 +46,7 @@ def described_cluster(run: RunConfig, cluster: UnequalCluster) -> str:
 
 def unequal_ranking(plans: Sequence[UnequalPlan], cluster: UnequalCluster) -> str:
     """Table of plans, fastest first: choices, step time and its parts, the same without the search, memory."""
-    head = ("", "mesh", "remat", "micro", "plan", "s/step", "as listed", "MFU %", *PARTS, "GiB", "runs")
+    head = ("", "mesh", "remat", "micro", "plan", "s/step", "as listed", "MFU %", *PARTS, "GiB")
     rows = [
         (
             str(number),
@@ -59,15 +59,14 @@ def unequal_ranking(plans: Sequence[UnequalPlan], cluster: UnequalCluster) -> st
             f"{100 * _utilisation(plan, cluster):.1f}",
             *(f"{100 * plan.parts.get(name, 0.0) / plan.seconds:.0f}%" for name in PARTS),
             f"{max(plan.memory) / GIB:.1f}",
-            "no" if plan.missing else "yes",
         )
         for number, plan in enumerate(plans, 1)
     ]
-    return columns(head, rows, "><<><>>>>>>>>>>")
+    return columns(head, rows, "><<><>>>>>>>>>")
 
 
 def described_plan(number: int, plan: UnequalPlan, cluster: UnequalCluster) -> str:
-    """A plan's device order, and its stages, rows, state and memory by group; what limits it, and whether it runs."""
+    """A plan's device order, and its stages, rows, state and memory by group; what limits it, and how it runs."""
     order = plan.run.device_order
     lines = [f"{number}: {plan.mesh}, {plan.seconds:.3f} s a step, limited by {plan.limit}"]
     if plan.depths:
@@ -87,10 +86,9 @@ def described_plan(number: int, plan: UnequalPlan, cluster: UnequalCluster) -> s
         said = f"  micro-batches of data=0 to {len(counts) - 1}: {' '.join(map(str, counts))}"
         even = "equal rows do not fit" if plan.even is None else f"{plan.even:.3f} s a step with equal rows"
         lines.append(f"{said}; {even}")
-    if plan.missing:
-        lines.append(f"  does not run as it is: training has no {plan.missing}")
-    else:
-        lines.append(f"  run: {' '.join(options(plan))}")
+    if shares := plan.run.parallel.state_shares:
+        lines.append(f"  shares of the optimizer state of data=0 to {len(shares) - 1}: {' '.join(map(str, shares))}")
+    lines.append(f"  run: {' '.join(options(plan))}")
     return "\n".join(lines)
 
 
@@ -124,7 +122,8 @@ def nothing_fits_unequal(found: UnequalSearchResult, cluster: UnequalCluster) ->
         )
     return (
         f"no layout fits {cluster.name}: the nearest of {found.tried} needs {found.least / GIB:.2f} GiB more on a "
-        "device. All devices run one program, so the smallest memory counts: leave out the group with the smallest, or "
+        "device. All devices run one program, so the smallest memory counts, but for shares of the optimizer state: "
+        "leave out the group with the smallest, or "
         "give fewer or shorter rows (data.batch_size, data.seq_len)."
     )
 
@@ -137,6 +136,7 @@ def options(plan: UnequalPlan) -> list[str]:
     said += ["--parallel.sequence"] if parallel.sequence else []
     said += ["--parallel.depths", *map(str, parallel.depths)] if parallel.depths else []
     said += ["--parallel.micro-batches", *map(str, parallel.micro_batches)] if parallel.micro_batches else []
+    said += ["--parallel.state-shares", *map(str, parallel.state_shares)] if parallel.state_shares else []
     return said + (["--device-order", *map(str, run.device_order)] if run.device_order else [])
 
 
@@ -173,7 +173,6 @@ def unequal_json(plan: UnequalPlan, cluster: UnequalCluster) -> dict[str, Any]:
             "memory": list(plan.memory),
             "as_listed": plan.even,
         },
-        "missing": plan.missing,
         "options": options(plan),
         "cluster_groups": [
             {"name": group.name, "devices": group.cluster.name, "speed": group.speed, "limit": group.limit}

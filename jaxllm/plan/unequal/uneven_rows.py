@@ -9,7 +9,11 @@ Legend: U units.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
+
+MOST_WEIGHT = 256
+"""Largest sum of weights that are tried: a device with room for less than such a part of the state cannot take part."""
 
 
 def split_rows(micro_batch: Sequence[float], fixed: Sequence[float], total: int) -> tuple[int, ...]:
@@ -54,3 +58,33 @@ def split_state(room: Sequence[float], state: float) -> tuple[float, ...] | None
         shares[unit] = min(max(room[unit], 0.0) / state, left / (len(room) - place))
         left -= shares[unit]
     return tuple(shares)
+
+
+def share_weights(room: Sequence[float], state: float) -> tuple[int, ...] | None:
+    """Weights of the shares of ``split_state``, for ``parallel.state_shares``; None where no small ones fit. [U]
+
+    The sum is the smallest with which the largest share is at most a twentieth larger than with any shares, or else the
+    one up to ``MOST_WEIGHT`` whose largest share is smallest.
+
+    Args:
+        room, state: as for ``split_state``.
+    """
+    ideal = split_state(room, state)
+    if ideal is None:
+        return None
+    best: tuple[float, tuple[int, ...]] | None = None
+    for total in range(len(room), MOST_WEIGHT + 1):
+        most = [total if not state else math.floor(total * min(max(one, 0.0) / state, 1.0)) for one in room]
+        if min(most) < 1 or sum(most) < total:
+            continue
+        weights, left = [0] * len(room), total
+        ranked = sorted(range(len(room)), key=lambda u: most[u])
+        for place, unit in enumerate(ranked):
+            weights[unit] = min(most[unit], left // (len(room) - place))
+            left -= weights[unit]
+        largest = max(weights) / total
+        if best is None or largest < best[0]:
+            best = largest, tuple(weights)
+        if largest <= 1.05 * max(ideal):
+            break
+    return None if best is None else best[1]

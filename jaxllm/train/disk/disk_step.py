@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,26 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.optim.streamed_state import layer_row, merged_parts, part_of_model, put_layer_row
 from jaxllm.train.disk.io_timeline import IoTimeline
 from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.disk.state_units import StateUnits
 from jaxllm.train.step.step_chain import Gradients, Report, StepLink, StepResult, finished
 from jaxllm.train.step.subset_update import apply_updates
 from jaxllm.train.step.train_state import TrainState
 from sharding import shardings_of
 
 Make = Callable[[Any], optax.GradientTransformation]
+
+
+@runtime_checkable
+class SeveralPrograms(Protocol):
+    """Update of a unit that is several programs; ``lower`` and ``compile`` are as of a jitted function."""
+
+    def outputs(self, *given: Any) -> Any:
+        """Shapes and shardings of what the update returns, as ``jax.eval_shape`` finds them of a function."""
+        ...
+
+    def lower(self, *given: Any) -> Any:
+        """The programs, lowered for abstract arguments."""
+        ...
 
 
 class DiskStepPrograms(NamedTuple):
@@ -64,7 +78,7 @@ def disk_step_programs(
     abstract: TrainState,
     files: StateFiles,
 ) -> DiskStepPrograms:
-    """Jitted programs of a step.
+    """Jitted programs of a step with its state in files.
 
     Args:
         gradients: function of loss and gradients, with the changes of the links (``composed_gradients``).
@@ -77,11 +91,6 @@ def disk_step_programs(
         abstract: the train state with ``files.leaves()``.
         files: of the optimizer state.
     """
-
-    def gradients_and_norms(state: TrainState, batch: Any) -> Any:
-        sums, grads, *amax = gradients(state, batch)
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
-        return sums, grads, (norm, optax.tree.norm(grads)), tuple(amax)
 
     shardings = shardings_of(abstract.params)
     everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
@@ -98,6 +107,30 @@ def disk_step_programs(
         )
         for segment in dict.fromkeys(unit.segment for unit in files.units)
     }
+
+    return step_programs(gradients, updates, rate, links, reports, abstract)
+
+
+def step_programs(
+    gradients: Gradients,
+    updates: dict[str, Any],
+    rate: optax.Schedule,
+    links: Sequence[StepLink],
+    reports: Sequence[Report],
+    abstract: TrainState,
+) -> DiskStepPrograms:
+    """Programs of a step that updates unit by unit.
+
+    Args:
+        updates: by segment, see ``DiskStepPrograms``.
+        gradients, rate, links, reports, abstract: as for ``disk_step_programs``.
+    """
+    shardings = shardings_of(abstract.params)
+
+    def gradients_and_norms(state: TrainState, batch: Any) -> Any:
+        sums, grads, *amax = gradients(state, batch)
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(at_least_f32(g.dtype)), grads))
+        return sums, grads, (norm, optax.tree.norm(grads)), tuple(amax)
 
     puts = {
         segment: jax.jit(put_layer_row, donate_argnums=0, out_shardings=part_of(shardings, segment))
@@ -131,7 +164,7 @@ def disk_step_programs(
 
 
 def lowered_programs(
-    programs: DiskStepPrograms, abstract: TrainState, batch: Any, files: StateFiles
+    programs: DiskStepPrograms, abstract: TrainState, batch: Any, files: StateUnits
 ) -> DiskStepPrograms:
     """The programs, lowered for their arguments; the run's mesh is set.
 
@@ -139,7 +172,7 @@ def lowered_programs(
         programs: from ``disk_step_programs``.
         abstract: the train state with ``files.leaves()``.
         batch: abstract.
-        files: of the optimizer state.
+        files: units of the optimizer state.
     """
     resident = replace(abstract, opt_state=())
     sums, grads, norms, amax = jax.eval_shape(programs.gradients, resident, batch)
@@ -150,7 +183,8 @@ def lowered_programs(
         parts = part_of(abstract.params, segment), part_of(grads, segment)
         given = (*parts, norms[1], counters, files.abstract_rows(segment), number)
         updates[segment] = update.lower(*given)
-        new, _, _, square = jax.eval_shape(update, *given)
+        own = isinstance(update, SeveralPrograms)
+        new, _, _, square = update.outputs(*given) if own else jax.eval_shape(update, *given)
         if segment:
             puts[segment] = programs.puts[segment].lower(parts[0], new, number)
     last = (abstract.params, _ends_of(resident), counters, sums, norms[0], amax, [square] * len(files.units))
@@ -168,11 +202,13 @@ def compiled_programs(lowered: DiskStepPrograms, options: dict[str, Any] | None)
 
 
 class DiskStep:
-    """Compiled training step with the optimizer state in files, ``(state, batch) -> (state, metrics)``.
+    """Compiled training step that updates unit by unit, ``(state, batch) -> (state, metrics)``.
+
+    The optimizer state is in files, or in parts of unequal size (``jaxllm.train.unequal``).
 
     Args:
         programs: compiled.
-        files: of the optimizer state.
+        files: units of the optimizer state.
         score: ``(params, batch) -> batch``, which scores a batch with the reference model; None without one.
 
     Attributes:
@@ -180,7 +216,7 @@ class DiskStep:
         timeline: of the steps that come; None: none is kept.
     """
 
-    def __init__(self, programs: DiskStepPrograms, files: StateFiles, score: Any = None):
+    def __init__(self, programs: DiskStepPrograms, files: StateUnits, score: Any = None):
         self._programs, self._files, self._score = programs, files, score
         self._backwards = False
         self.say: Callable[[str], object] = lambda line: None
@@ -203,12 +239,10 @@ class DiskStep:
         counters, squares = before, [None] * len(files.units)
         order = files.order(self._backwards)
         self._backwards = not self._backwards
-        if files.chunks is not None:
-            files.chunks.begin(lambda: 0)
-        files.tier.begin(order)
+        files.begin(order)
         for number in order:
             unit = files.units[number]
-            rows = files.placed(number, files.tier.take(number))
+            rows = files.take(number)
             parts = part_of(params, unit.segment), part_of(grads, unit.segment)
             begin = time.monotonic()
             part, new, counters, squares[number] = programs.updates[unit.segment](
@@ -225,7 +259,7 @@ class DiskStep:
         ends = _ends_of(resident)
         params, step, extras, metrics = programs.finish(params, ends, counters, sums, norms[0], amax, squares)
         state = replace(state, params=params, opt_state=files.with_kept(counters), step=step, extras=extras)
-        if files.chunks is not None and (line := files.chunks.end()):
+        if line := files.end():
             self.say(line)
         return state, metrics
 
@@ -255,13 +289,23 @@ def initial_arrays(make: Make, logical_axes: dict[str, Any], params: Any, files:
         return programs[segment](part_of(params, segment), np.int32(row))
 
     files.initialise(rows)
-    leaves = jax.tree.leaves(files.leaves())
-    shardings = [leaves[n].sharding for n in files.kept]
+    return files.with_kept(unit_counters(make, logical_axes, params, files))
+
+
+def unit_counters(make: Make, logical_axes: dict[str, Any], params: Any, units: StateUnits) -> list[jax.Array]:
+    """Scalars of the optimizer state before the first step.
+
+    Args:
+        make, logical_axes, params: as for ``initial_arrays``.
+        units: of the state.
+    """
+    leaves = jax.tree.leaves(units.leaves())
+    shardings = [leaves[n].sharding for n in units.kept]
     whole = make(logical_axes)
     counters = jax.jit(
         lambda params: [leaf for leaf in jax.tree.leaves(whole.init(params)) if not leaf.ndim], out_shardings=shardings
     )
-    return files.with_kept(counters(params))
+    return counters(params)
 
 
 def part_of(tree: Any, segment: str) -> Any:

@@ -21,28 +21,13 @@ import numpy as np
 from jaxllm.checkpoint.offloaded_leaf import OffloadedLeaf
 from jaxllm.checkpoint.snapshot_leaf import SnapshotLeaf
 from jaxllm.checkpoint.storage import array_store
-from jaxllm.config import ConfigError
 from jaxllm.train.disk.config import DiskConfig
 from jaxllm.train.disk.disk_tier import DiskTier
 from jaxllm.train.disk.host_chunks import HostChunks
 from jaxllm.train.disk.state_file import FileLayout, StateFile, buffer_bytes
+from jaxllm.train.disk.state_units import StateUnits
 
 Index = tuple[slice, ...]
-
-
-class StateUnit(NamedTuple):
-    """Unit of state that is read, updated and written as a whole.
-
-    Attributes:
-        segment: name of the segment of layers; empty: everything outside of layers.
-        row: repeat of the segment's group.
-    """
-
-    segment: str
-    row: int
-
-    def __str__(self) -> str:
-        return f"layers {self.segment}/{self.row}" if self.segment else "embedding and head"
 
 
 class ArrayShards(NamedTuple):
@@ -174,7 +159,7 @@ class DiskLeaf(OffloadedLeaf):
         return self
 
 
-class StateFiles:
+class StateFiles(StateUnits):
     """Optimizer state, or parameters, of a run in files.
 
     Args:
@@ -193,26 +178,12 @@ class StateFiles:
     """
 
     def __init__(self, config: DiskConfig, abstract: Any, field: Literal["opt_state", "params"] = "opt_state"):
-        leaves, self._structure = jax.tree.flatten_with_path(abstract)
-        self._abstract = [leaf for _, leaf in leaves]
-        segments = [_segment_of(path) for path, _ in leaves]
-        self.kept = [n for n, (_, x) in enumerate(leaves) if not (segments[n] if field == "params" else x.ndim)]
-        on_disk = [n for n in range(len(leaves)) if n not in self.kept]
-        repeats: dict[str, int] = {}
-        for n in on_disk:
-            if (segment := segments[n]) and repeats.setdefault(segment, leaves[n][1].shape[0]) != leaves[n][1].shape[0]:
-                raise ConfigError(
-                    f"disk.directory: {field}{jax.tree_util.keystr(leaves[n][0])} is not stacked over the "
-                    f"{repeats[segment]} layers of its segment; leave disk.directory empty."
-                )
-        self.units = [StateUnit(s, row) for s, count in repeats.items() for row in range(count)]
-        self.units += [StateUnit("", 0)] if any(not segments[n] for n in on_disk) else []
-        self._members = {s: [n for n in on_disk if segments[n] == s] for s in (*repeats, "")}
+        super().__init__(abstract, "disk.directory", field)
         self._shards: dict[str, dict[int, ArrayShards]] = {s: {} for s in self._members}
         labels: dict[str, list[str]] = {s: [] for s in self._members}
         for segment, members in self._members.items():
             for n in members:
-                path, leaf = leaves[n]
+                path, leaf = self._leaves[n]
                 shape = (1, *leaf.shape[1:]) if segment else tuple(leaf.shape)
                 shards = ArrayShards.of(shape, np.dtype(leaf.dtype), leaf.sharding, len(labels[segment]))
                 self._shards[segment][n] = shards
@@ -251,33 +222,14 @@ class StateFiles:
         """Most bytes of the host's memory that files in the window take, and beside it what is outside of layers."""
         return buffer_bytes(self._layouts, self.window, self.aside)
 
-    def leaves(self) -> Any:
-        """The state with ``DiskLeaf`` in the place of arrays in files, and the abstract leaves that stay in memory."""
-        return self._structure.unflatten(
-            [
-                leaf if n in self.kept else DiskLeaf(leaf.shape, np.dtype(leaf.dtype), leaf.sharding, self, n)
-                for n, leaf in enumerate(self._abstract)
-            ]
-        )
+    def leaf(self, number: int) -> DiskLeaf:
+        """See ``StateUnits``."""
+        leaf = self._leaves[number][1]
+        return DiskLeaf(leaf.shape, np.dtype(leaf.dtype), leaf.sharding, self, number)
 
     def leaves_in_files(self) -> list[DiskLeaf]:
         """Leaves of the state that are in files."""
         return [leaf for leaf in jax.tree.leaves(self.leaves()) if isinstance(leaf, DiskLeaf)]
-
-    def with_kept(self, values: Sequence[Any]) -> Any:
-        """The state with these values of the leaves that stay in memory."""
-        given = iter(values)
-        leaves = jax.tree.leaves(self.leaves())
-        return self._structure.unflatten([next(given) if n in self.kept else x for n, x in enumerate(leaves)])
-
-    def kept_of(self, state: Any) -> list[Any]:
-        """Leaves of a state that stay in memory, such as the scalars of an optimizer state."""
-        return [leaf for n, leaf in enumerate(jax.tree.leaves(state)) if n in self.kept]
-
-    def abstract_rows(self, segment: str) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and shardings of the arrays of a unit, in the order of the tree."""
-        shards = self._shards.get(segment, {}).values()
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in shards]
 
     def layout(self, unit: int) -> FileLayout:
         """Layout of a unit's file."""
@@ -302,15 +254,19 @@ class StateFiles:
         for shards, array in zip(self._shards[self.units[unit].segment].values(), arrays, strict=True):
             shards.fill(self._layouts[unit], buffer, array)
 
-    def order(self, backwards: bool) -> list[int]:
-        """Units in the order of a pass: layers forwards or backwards, then what is outside of them.
+    def begin(self, order: Sequence[int]) -> None:
+        """See ``StateUnits``."""
+        if self.chunks is not None:
+            self.chunks.begin(lambda: 0)
+        self.tier.begin(order)
 
-        When every other pass goes backwards, it begins with what the window still has.
-        """
-        layers = [n for n, unit in enumerate(self.units) if unit.segment]
-        return (
-            layers[::-1] * backwards + layers * (not backwards) + [n for n, u in enumerate(self.units) if not u.segment]
-        )
+    def take(self, unit: int) -> list[jax.Array]:
+        """See ``StateUnits``; the arrays are views of what was read where the device is a CPU."""
+        return self.placed(unit, self.tier.take(unit))
+
+    def end(self) -> str:
+        """See ``StateUnits``: what a warm-up pass recorded of chunks."""
+        return "" if self.chunks is None else self.chunks.end() or ""
 
     def give(self, unit: int, arrays: Sequence[jax.Array]) -> None:
         """Writes the new arrays of a unit that was taken from the tier.
@@ -364,11 +320,6 @@ def put_on_disk(value: Any, target: Any) -> Any:
     target.store(value)
     value.delete()
     return target
-
-
-def _segment_of(path: tuple[Any, ...]) -> str:
-    keys = [str(getattr(key, "key", "")) for key in path]
-    return keys[keys.index("segments") + 1] if "segments" in keys else ""
 
 
 def _write(file: StateFile, shards: ArrayShards, array: jax.Array) -> None:

@@ -34,7 +34,8 @@ from jaxllm.models.params import at_least_f32
 from jaxllm.models.remat import Policy, policies_by_segment
 from jaxllm.train.disk.disk_step import Make, clipped_by, part_of, unit_update
 from jaxllm.train.disk.layer_values import LayerValues, saves_values
-from jaxllm.train.disk.state_files import StateFiles, StateUnit
+from jaxllm.train.disk.state_files import StateFiles
+from jaxllm.train.disk.state_units import StateUnit
 from jaxllm.train.step.loss import permute_sequence, split_micro_batches, zeros_like_abstract
 from jaxllm.train.step.objective import HeadObjective
 from jaxllm.train.step.routing_losses import RoutingAccumulator, RoutingConfig

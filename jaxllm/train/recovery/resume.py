@@ -47,7 +47,7 @@ def start_state(run: Run, saver: Saver) -> tuple[TrainState, int]:
                 params = run.init_model.load(*given)
             if has_value_head(run.config):
                 params = put_value_head(params, fresh_value_head(run.abstract.params["head"]["value"]))
-        files = run.state_files, run.param_files
+        files = run.state_files, run.param_files, run.uneven_state
         return init_run_state(run.config, run.model, run.optimizer, run.mesh, run.abstract, params, *files), 0
     with contextlib.suppress(CheckpointCorruptError):  # then an older checkpoint is checked, below
         meta = saver.read_meta()

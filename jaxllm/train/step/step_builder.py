@@ -13,7 +13,7 @@ from jaxllm.models import Functional
 from jaxllm.models.param_subset import select
 from jaxllm.optim import StepHooks, layer_optimizer, optimizer, schedule
 from jaxllm.train.config import RunConfig
-from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays
+from jaxllm.train.disk.disk_step import DiskStepPrograms, disk_step_programs, initial_arrays, part_of, step_programs
 from jaxllm.train.disk.saved_inputs import DiskInputs, HostInputs
 from jaxllm.train.disk.state_files import StateFiles
 from jaxllm.train.disk.streamed_programs import StreamedModel, StreamedPrograms, compiled_streamed_programs
@@ -47,6 +47,8 @@ from jaxllm.train.step.training_step import (
     train_step,
 )
 from jaxllm.train.step.zo2 import pending_update
+from jaxllm.train.unequal.uneven_state import UnevenState
+from jaxllm.train.unequal.uneven_update import UnevenUpdate, initial_parts
 
 
 def build_step(
@@ -112,27 +114,25 @@ def build_split_step(
 
 
 def build_disk_step(
-    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, files: StateFiles
+    config: RunConfig, model: Functional, grads: ValueAndGrad, abstract: TrainState, units: StateFiles | UnevenState
 ) -> DiskStepPrograms:
-    """Training step of a run with its optimizer state in files, as jitted programs.
+    """Training step of a run that updates unit by unit, as jitted programs, or programs to be lowered.
 
     Args:
-        config, model, grads: as for ``build_step``; the optimizer must be streamable.
-        abstract: the train state with ``files.leaves()``.
-        files: of the optimizer state.
+        config, model, grads: as for ``build_step``; the optimizer must be streamable, and elementwise for uneven parts.
+        abstract: the train state with ``units.leaves()``.
+        units: optimizer state in files, or in parts of unequal size.
     """
-    links = step_links(config)
-    return disk_step_programs(
-        composed_gradients(grads, links, _hooks(config, model)),
-        layer_optimizer(config.optim, config.steps),
-        config.optim.clip_norm,
-        model.logical_axes(),
-        schedule(config.optim.schedule, config.steps),
-        links,
-        _reports(model, layers=False),
-        abstract,
-        files,
-    )
+    links, make, axes = step_links(config), layer_optimizer(config.optim, config.steps), model.logical_axes()
+    clip_norm, rate = config.optim.clip_norm, schedule(config.optim.schedule, config.steps)
+    gradients, reports = composed_gradients(grads, links, _hooks(config, model)), _reports(model, layers=False)
+    if isinstance(units, StateFiles):
+        return disk_step_programs(gradients, make, clip_norm, axes, rate, links, reports, abstract, units)
+    updates = {
+        segment: UnevenUpdate(make(part_of(axes, segment)), clip_norm, abstract.opt_state, units, segment)
+        for segment in dict.fromkeys(unit.segment for unit in units.units)
+    }
+    return step_programs(gradients, updates, rate, links, reports, abstract)
 
 
 def streamed_model(config: RunConfig, model: Functional, abstract: TrainState, params: StateFiles) -> StreamedModel:
@@ -239,6 +239,7 @@ def init_run_state(
     params: Any = None,
     files: StateFiles | None = None,
     param_files: StateFiles | None = None,
+    uneven: UnevenState | None = None,
 ) -> TrainState:
     """Fresh train state of a run; replicas begin with the same values.
 
@@ -248,11 +249,14 @@ def init_run_state(
         params: initial parameters, on the mesh; None: random ones.
         files: where the optimizer state is; None: in memory.
         param_files: where the parameters of layers are; None: in memory.
+        uneven: parts of the optimizer state of unequal size; None: its shards are even.
     """
     extras = link_states(step_links(config))
     if config.outer.kind == "none":
         make = layer_optimizer(config.optim, config.steps)
         in_files = files and (lambda params: initial_arrays(make, model.logical_axes(), params, files))
+        if uneven is not None:
+            in_files = lambda params: initial_parts(make, model.logical_axes(), params, uneven)  # noqa: E731
         if files is not None and param_files is not None:
             with jax.set_mesh(mesh):
                 params = stored_params(model, config.seed, abstract.params, param_files, params)

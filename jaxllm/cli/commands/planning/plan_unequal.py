@@ -35,11 +35,7 @@ def plan_unequal(
     if not found.plans:
         print(unequal_view.nothing_fits_unequal(found, cluster))
         return 1
-    plans = [plan for plan in found.plans if not plan.missing][:top]
-    faster = next(
-        (plan for plan in found.plans if plan.missing and (not plans or plan.seconds < plans[0].seconds)), None
-    )
-    plans += [] if faster is None else [faster]
+    plans = found.plans[:top]
     print(f"\npredicted, {len(plans)} of {len(found.plans)} plans that fit ({found.tried} layouts tried)\n")
     print(unequal_view.unequal_ranking(plans, cluster))
     for number, plan in enumerate(plans, 1):
@@ -51,11 +47,6 @@ def plan_unequal(
             print(f"\n{explain}: {unequal_view.described_splits(plans[explain - 1])}")
     if save is not None:
         chosen = plans[explain - 1] if explain else plans[0]
-        if chosen.missing:
-            raise UsageError(
-                f"--save {save}: training has no {chosen.missing}, which the plan needs; give --explain with a plan "
-                "that runs, where there is one."
-            )
         print(f"\nsaved: {unequal_view.write_unequal_recipe(save, chosen, cluster)}")
     if json is not None:
         write_json(json, [unequal_view.unequal_json(plan, cluster) for plan in plans])
