@@ -28,6 +28,7 @@ OPERATIONS = {
     "grouped_lora": "pallas_kernels.grouped_lora.api",
     "packed_matmul": "pallas_kernels.packed_matmul.api",
     "ternary_matmul": "pallas_kernels.ternary_matmul.api",
+    "recurrent": "pallas_kernels.recurrent.api",
     "rms_norm": "pallas_kernels.rms_norm.api",
     "ring_attention": "pallas_kernels.ring_attention.api",
     "paged_attention": "pallas_kernels.paged_attention.api",

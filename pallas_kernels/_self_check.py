@@ -46,6 +46,7 @@ SAMPLES = {
     "packed_matmul": "pallas_kernels.packed_matmul.check_samples",
     "ternary_matmul": "pallas_kernels.ternary_matmul.check_samples",
     "paged_attention": "pallas_kernels.paged_attention.check_samples",
+    "recurrent": "pallas_kernels.recurrent.check_samples",
 }
 """Operation -> module with ``samples(dtype)``. A ring needs several devices: it is checked by its tests alone."""
 

@@ -15,6 +15,7 @@ from jaxllm.models.functional import unstack_layers as unstack_layers
 from jaxllm.models.layers.attention import AttentionConfig as AttentionConfig
 from jaxllm.models.layers.mla import MLAConfig as MLAConfig
 from jaxllm.models.layers.mlp import MlpConfig as MlpConfig
+from jaxllm.models.layers.recurrent import RecurrentConfig as RecurrentConfig
 from jaxllm.models.layers.rope import RopeConfig as RopeConfig
 from jaxllm.models.layers.rope_scaling import DynamicScaling as DynamicScaling
 from jaxllm.models.layers.rope_scaling import LinearScaling as LinearScaling

@@ -18,10 +18,11 @@ from sharding import LogicalAxes
 P = TypeVar("P", bound=nnx.Param)
 
 
-Role = Literal["matrix", "embedding", "router", "gain", "bias", "adapter", "packed"]
+Role = Literal["matrix", "embedding", "router", "gain", "bias", "adapter", "packed", "recurrent"]
 """Role of a parameter in its layer. A matrix multiplies activations; an embedding is looked up, and may be the output
 matrix; a router scores experts; a gain scales and a bias shifts a layer's values; an adapter adds to a matrix; a
-packed parameter holds values or scales of a matrix in few bits."""
+packed parameter holds values or scales of a matrix in few bits; a recurrent matrix
+multiplies states, token by token."""
 MATMUL_ROLES: tuple[Role, ...] = ("matrix", "embedding", "router", "adapter")
 """Roles of parameters that are used in matmuls and lookups alone."""
 

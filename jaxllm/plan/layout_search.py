@@ -143,8 +143,13 @@ def check_formulas(run: RunConfig) -> None:
     """Checks that there are formulas for a run's memory and time.
 
     Raises:
-        ConfigError: the run has outer steps or compressed gradients.
+        ConfigError: the run has outer steps or compressed gradients, or recurrent layers.
     """
+    if not all(block.attention.has_keys for block in (*run.model.prefix, *run.model.pattern)):
+        raise ConfigError(
+            "a layout search has no formula for recurrent layers: give a mesh of data, fsdp and tensor yourself; "
+            "`jaxllm compile` has its memory and FLOPs."
+        )
     for given, setting in ((run.outer.kind != "none", "outer.kind"), (bool(run.grads.compress), "grads.compress")):
         if given:
             raise ConfigError(

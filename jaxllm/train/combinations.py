@@ -114,6 +114,27 @@ REFUSALS: tuple[Refusal, ...] = (
     *LOW_COMMUNICATION,
     *ELASTIC,
     *UNEQUAL,
+    *(
+        Refusal("recurrent layers", other, why, instead)
+        for other, why, instead in (
+            (
+                "split sequence",
+                "a state is passed from token to token, so that one device reads the whole sequence",
+                "give data, fsdp or tensor the devices of context and ulysses",
+            ),
+            (
+                "shifted groups",
+                "without attention there are no groups to shift",
+                "choose another adapter, such as lora",
+            ),
+            (
+                "layouts by layer",
+                "layers that split rows over tensor have no heads to split",
+                'set parallel.layers to "tensor"',
+            ),
+            (CO_SERVED, "there is no KV cache of recurrent layers", "train it by itself"),
+        )
+    ),
     Refusal(
         "3-level ZeRO",
         "one level",

@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 import jax
 
-from jaxllm.models import functional
+from jaxllm.models import BlockConfig, functional
 from jaxllm.models.param_subset import trainable_mask
 from jaxllm.models.remat import saves_names_alone
 from jaxllm.parallel.pipeline.stage_split import Remat
@@ -84,6 +84,10 @@ def _frozen(run: RunConfig) -> list[str]:
     model = functional(run.model)
     mask = trainable_mask(model, run.trainable)
     return [jax.tree_util.keystr(path, simple=True) for path, on in jax.tree.leaves_with_path(mask) if not on]
+
+
+def _block_kinds(run: RunConfig) -> tuple[BlockConfig, ...]:
+    return (*run.model.prefix, *run.model.pattern)
 
 
 def _spikes(run: RunConfig) -> str:
@@ -247,8 +251,16 @@ FEATURES: dict[str, Feature] = {
         lambda run, _: run.model.residual != "plain", lambda run: f'model.residual = "{run.model.residual}"'
     ),
     "latent attention": Feature(
-        lambda run, _: any(b.attention.kv_spec.latent for b in (*run.model.prefix, *run.model.pattern)),
+        lambda run, _: any(b.attention.has_keys and b.attention.kv_spec.latent for b in _block_kinds(run)),
         lambda run: "a model with latent attention",
+    ),
+    "recurrent layers": Feature(
+        lambda run, _: any(not b.attention.has_keys for b in _block_kinds(run)),
+        lambda run: "a model with recurrent layers",
+    ),
+    "split sequence": Feature(
+        lambda run, sizes: sizes.get("context", 1) * sizes.get("ulysses", 1) > 1,
+        lambda run: f"the mesh {run.mesh!r} with context or ulysses",
     ),
     "parameters not in bfloat16": Feature(
         lambda run, _: run.model.param_dtype != "bfloat16", lambda run: f'model.param_dtype = "{run.model.param_dtype}"'

@@ -30,6 +30,8 @@ from pallas_kernels.flash_attention import config as flash_config
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.grouped_matmul import config as grouped_config
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.recurrent import CELLS, recurrent
+from pallas_kernels.recurrent import config as recurrent_config
 from sharding.topology import Topology
 
 ERROR = 2e-2
@@ -188,9 +190,39 @@ def _grouped_gpu() -> tuple[TuningPart, ...]:
     return part("rows", "inner", "columns", False), part("rows_back", "left_back", "columns_back", True)
 
 
+def recurrent_cases(platform: str, kind: str) -> Iterator[TuningCase]:
+    """Head-wise recurrent networks in bfloat16, on a TPU: by cell and head dim. A program of a GPU has the fewest rows
+    that a matmul instruction takes, and one token at a time: there is nothing to tune.
+    """
+    if platform == "gpu":
+        return
+    rows, tokens, heads = 128, 1024, 4
+    for cell, kind_of_cell in CELLS.items():
+        for head_dim in (128, 256):
+
+            def arrays(key: Array, gates: int = len(kind_of_cell.gates), h: int = head_dim) -> tuple[Array, ...]:
+                keys = jax.random.split(key)
+                return (
+                    jax.random.normal(keys[0], (rows, tokens, heads, gates, h), jnp.bfloat16),
+                    jax.random.normal(keys[1], (heads, gates, h, h), jnp.bfloat16) * h**-0.5,
+                )
+
+            def run(implementation: str, x: Array, matrices: Array, cell: Any = cell) -> Array:
+                return recurrent(x, matrices, cell=cell, implementation=implementation)[0]
+
+            default = recurrent_config.tpu_blocks(cell, rows, tokens, head_dim, 2)
+            each, matrices = recurrent_config.vmem_terms(cell, head_dim, 2)
+            held = SumLimit(((each, ("rows", "tokens")), (matrices, ())), recurrent_config.VMEM_BYTES, "bytes of VMEM")
+            domains = {"rows": (16, 32, 64, 128), "tokens": tuple(1 << i for i in range(9))}
+            part = TuningPart(BlockProblem(domains, (held,)), True)
+            case = recurrent_config.tpu_case(cell, head_dim, 2)
+            yield TuningCase("recurrent", case, default, (part,), run, arrays, 2)
+
+
 CASES: dict[str, Callable[[str, str], Iterator[TuningCase]]] = {
     "flash_attention": flash_cases,
     "grouped_matmul": grouped_cases,
+    "recurrent": recurrent_cases,
 }
 """Operation -> ``(platform, device kind) -> its cases``. Other kernels' blocks follow from limits by their config."""
 

@@ -158,6 +158,13 @@ MUTANTS = [
         ("tests/kernels/test_grouped_matmul.py::test_random_sizes",),
     ),
     Mutant(
+        "reset_gate_leaves_the_candidates_gradient",
+        "pallas_kernels/recurrent/cells.py",
+        "(dr, dz, dn * r)",
+        "(dr, dz, dn)",
+        ("tests/kernels/test_recurrent_kernels.py::test_is_the_loop",),
+    ),
+    Mutant(
         "adapter_takes_rows_of_others",
         "pallas_kernels/grouped_lora/xla.py",
         "jnp.where(own[:, None], more",

@@ -11,6 +11,20 @@ FP4 = "tests/models/test_mxfp4_matmul.py"
 
 MUTANTS = [
     Mutant(
+        "states_pass_from_document_to_document",
+        "jaxllm/models/layers/recurrent.py",
+        "bias, positions == 0)",
+        "bias, positions < 0)",
+        ("tests/models/test_recurrent.py::test_a_packed_row_is_its_documents_alone",),
+    ),
+    Mutant(
+        "recurrent_matrices_cost_nothing",
+        "jaxllm/models/layers/recurrent.py",
+        "self.gates * (embed_dim + self.head_dim)",
+        "self.gates * embed_dim",
+        ("tests/models/test_recurrent.py::test_flops_are_counted",),
+    ),
+    Mutant(
         "clipped_values_are_trusted",
         "jaxllm/models/mxfp4_matmul.py",
         "(magnitude <= LARGEST).reshape(x.shape)\n",

@@ -21,7 +21,7 @@ def tune_kernel(argv: list[str]) -> int:
     """Search the block sizes of a kernel and store the fastest: `jaxllm tune flash_attention --on v5e:1x1`."""
 
     def run(
-        operation: Annotated[Literal["flash_attention", "grouped_matmul"], tyro.conf.Positional],
+        operation: Annotated[Literal["flash_attention", "grouped_matmul", "recurrent"], tyro.conf.Positional],
         /,
         on: str | None = None,
         trials: int = 24,
@@ -68,6 +68,8 @@ def tune_kernel(argv: list[str]) -> int:
                 "nothing to tune: kernels with block sizes run on TPUs and GPUs, and this is "
                 f"{jax.devices()[0].device_kind}; give --on v5e:1x1 to rank them by the TPU compiler's cycles."
             )
+        if not found:
+            raise UsageError(f"{operation}: its kernel has no block sizes to tune on {kind}; give --on v5e:1x1.")
         print(kernel_tuning.table(found))
         if store and any(one.fields for one in found):
             kernel_tuning.store(kind, command, found)

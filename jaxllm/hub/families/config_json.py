@@ -54,9 +54,14 @@ def config_json(
     Raises:
         HubError: no family has this architecture; names the nearest one and its differences.
     """
-    length = _length(config, length)
     ids = dict.fromkeys(TOKENS) | dict(tokens or {})  # families have different defaults for these
+    if not all(block.attention.has_keys for block in config.blocks):
+        raise HubError(
+            "no family of transformers has recurrent layers, so the model cannot be exported: keep it as a checkpoint "
+            "of jaxllm, or choose attention layers."
+        )
     latent = any(block.attention.kv_spec.latent for block in config.blocks)
+    length = _length(config, length)
     apart: dict[str, list[Difference]] = {}
     for family, fields_of in CANDIDATES.items():
         if (family in MLA_FAMILIES) != latent or (fields := fields_of(config, length)) is None:

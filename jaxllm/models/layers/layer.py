@@ -55,6 +55,7 @@ class AttentionLayer:
         key_dim: elements of a query and of a key per head in training.
         value_dim: elements of a value per head.
         window: sliding window; None for full causal attention.
+        has_keys: whether it has keys and values, which a KV cache keeps; if not, ``kv_spec`` raises a ``ConfigError``.
     """
 
     heads: int
@@ -62,6 +63,7 @@ class AttentionLayer:
     key_dim: int
     value_dim: int
     window: int | None
+    has_keys: ClassVar[bool] = True
 
     @property
     def attention_params(self) -> AttentionParams:

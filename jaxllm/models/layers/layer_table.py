@@ -11,7 +11,8 @@ from jaxllm.models.layers.layer import AttentionLayer, FeedForwardLayer
 from jaxllm.models.layers.lora_experts import LoraExpertsConfig
 from jaxllm.models.layers.mla import MLAConfig
 from jaxllm.models.layers.mlp import MlpConfig
+from jaxllm.models.layers.recurrent import RecurrentConfig
 from jaxllm.models.moe.moe import MoeConfig
 
-ATTENTION_LAYERS: list[type[AttentionLayer]] = [AttentionConfig, MLAConfig]
+ATTENTION_LAYERS: list[type[AttentionLayer]] = [AttentionConfig, MLAConfig, RecurrentConfig]
 FEED_FORWARD_LAYERS: list[type[FeedForwardLayer]] = [MlpConfig, MoeConfig, LoraExpertsConfig, AdapterExpertsConfig]

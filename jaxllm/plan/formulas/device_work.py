@@ -408,7 +408,7 @@ def _with_layers(config: DecoderConfig, layers: int) -> DecoderConfig:
 
 
 def check_remat(config: DecoderConfig) -> None:
-    """Raises for remat policies and residual streams without a formula.
+    """Raises for remat policies, residual streams and layers without a formula.
 
     Raises:
         NotImplementedError: names what is supported.
@@ -418,3 +418,7 @@ def check_remat(config: DecoderConfig) -> None:
     if config.remat not in get_args(Remat) and offloaded_share(config.remat) is None:
         legal = ", ".join((*get_args(Remat), "offload"))
         raise NotImplementedError(f'model.remat = "{config.remat}": the cost model supports {legal}, for all layers.')
+    if not all(block.attention.has_keys for block in (*config.prefix, *config.pattern)):
+        raise NotImplementedError(
+            "a model with recurrent layers: the cost model supports attention; jaxllm compile has the memory and FLOPs."
+        )
