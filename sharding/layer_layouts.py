@@ -10,6 +10,7 @@ heads over ``tensor`` is 1/n of a device's bytes either way, and an all-gather u
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -26,6 +27,7 @@ _ROWS = ("batch", "expert_batch")
 _STORED = ("embed", "expert_embed", "latent")
 
 
+@functools.lru_cache(maxsize=256)
 def rules_of(rules: Rules, layout: str) -> Rules:
     """Rules of layers with a layout: activations, and weights as they are used.
 

@@ -24,6 +24,7 @@ from jaxllm.models import BlockConfig, Functional, MoeConfig
 from jaxllm.models.functional import layouts_by_segment
 from jaxllm.models.moe.expert_dispatch import room_of_expert
 from jaxllm.models.moe.expert_exchange import receive_rows
+from jaxllm.models.remat import policies_by_layer
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
 from sharding.int8_gather import block_of
@@ -89,6 +90,70 @@ def expected_collectives(
     )
 
 
+def group_collectives(
+    model: Functional,
+    mesh: Mesh | AbstractMesh,
+    plan: ParallelConfig,
+    segment: int,
+    layout: str,
+    policy: str,
+    *,
+    rows: int,
+    seq_len: int,
+) -> tuple[ExpectedCollective, ...]:
+    """Collectives of a step that one repeat of a segment's group of blocks adds, in one micro-batch; an estimate.
+
+    Those of ``expected_collectives`` are the sums of these, of ``end_collectives`` and of ``change_collectives``.
+
+    Args:
+        model, mesh, plan: with layouts by layer or without.
+        segment: index of it.
+        layout: of the group's layers (``sharding.layer_layouts``).
+        policy: their remat policy.
+        rows, seq_len: shape of the global micro-batch.
+    """
+    step = _Step(model, mesh, plan, rows, seq_len, 1, False, layout, policy)
+    group, _ = model.config.segments[segment]
+    found = [one for leaf in step.leaves()[segment] for one in step.weight(*leaf, 1)]
+    found += [one for block in group for one in step.of_block(block)]
+    return tuple(one for one in found if one.count and one.bytes and one.axes)
+
+
+def end_collectives(
+    model: Functional, mesh: Mesh | AbstractMesh, plan: ParallelConfig, first: str, *, rows: int, seq_len: int
+) -> tuple[ExpectedCollective, ...]:
+    """Collectives of a step outside layers, whose first is in the layout ``first``, see ``group_collectives``."""
+    step = _Step(model, mesh, plan, rows, seq_len, 1, False)
+    found = [one for leaf in step.leaves()[None] for one in step.weight(*leaf, None)]
+    found += [*step.ends(first), *step.arranged()]
+    return tuple(one for one in found if one.count and one.bytes and one.axes)
+
+
+def change_collectives(
+    model: Functional,
+    mesh: Mesh | AbstractMesh,
+    plan: ParallelConfig,
+    *,
+    before: str,
+    later: str,
+    rows: int,
+    seq_len: int,
+) -> tuple[ExpectedCollective, ...]:
+    """Collectives of a step between two layers of other layouts, see ``group_collectives``.
+
+    Args:
+        model, mesh, plan: as there.
+        before: layout of the earlier layer; "" for the embedding, which is in the layout ``tensor``.
+        later: that of the later one; "" for the head, which is so too.
+        rows, seq_len: shape of the global micro-batch.
+    """
+    step = _Step(model, mesh, plan, rows, seq_len, 1, False)
+    if (before or AXIS) == (later or AXIS):
+        return ()
+    found = step.change(back=later == AXIS and before != "")
+    return tuple(one for one in found if one.count and one.bytes and one.axes)
+
+
 @dataclass(frozen=True)
 class _Step:
     model: Functional
@@ -99,19 +164,21 @@ class _Step:
     accumulate: int
     proven: bool
     layout: str = ""  # of the layers that are counted, where layers have layouts of their own
+    policy: str = ""  # remat policy of the layers that are counted
 
     @property
     def rules(self) -> Rules:
         """Sharding rules of the layers that are counted; those of the model store weights."""
-        return rules_of(self.model.rules, self.layout or AXIS) if self.model.rules.layouts else self.model.rules
+        by_layer = self.layout or self.model.rules.layouts
+        return rules_of(self.model.rules, self.layout or AXIS) if by_layer else self.model.rules
 
-    def layouts(self) -> dict[str, list[int]]:
-        """Layers of each layout by their numbers; "" for all, where they have one."""
-        if not self.model.rules.layouts:
-            return {"": list(range(len(self.model.config.blocks)))}
-        found: dict[str, list[int]] = {}
-        for number, layout in enumerate(self._of_layers()):
-            found.setdefault(layout, []).append(number)
+    def layers_alike(self) -> dict[tuple[str, str], list[int]]:
+        """Layers by their numbers, of each layout ("" where they have one) and remat policy."""
+        config = self.model.config
+        layouts = self._of_layers() if self.model.rules.layouts else [""] * len(config.blocks)
+        found: dict[tuple[str, str], list[int]] = {}
+        for number, key in enumerate(zip(layouts, policies_by_layer(config.remat, config.segments), strict=True)):
+            found.setdefault(key, []).append(number)
         return found
 
     def _of_layers(self) -> list[str]:
@@ -169,21 +236,30 @@ class _Step:
 
     def weights(self) -> Iterator[ExpectedCollective]:
         """All-gathers of weights, and sums of their gradients (FSDP, data parallelism)."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.model.abstract())
-        logical = jax.tree.leaves(self.model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
-        matrices = jax.tree.leaves(self.model.matrices())
         config = self.model.config
         parts = layouts_by_segment(self.model.rules, config) if self.model.rules.layouts else []
-        for (path, leaf), axes, matrix in zip(leaves, logical, matrices, strict=True):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            if not parts or axes[0] != "layers":
-                yield from self._weight(name, leaf, axes, matrix)
-                continue
-            for layout, layers in parts[int(name.split("/")[1])]:
-                some = jax.ShapeDtypeStruct((layers, *leaf.shape[1:]), leaf.dtype)
-                yield from replace(self, layout=layout)._weight(name, some, axes, matrix)
+        for segment, leaves in self.leaves().items():
+            for leaf in leaves:
+                for layout, layers in [("", None)] if segment is None or not parts else parts[segment]:
+                    yield from replace(self, layout=layout).weight(*leaf, layers)
 
-    def _weight(self, name: str, leaf: Any, logical: Any, matrix: bool) -> Iterator[ExpectedCollective]:
+    def leaves(self) -> dict[int | None, list[tuple[str, Any, Any, bool]]]:
+        """Parameters of each segment, and of none (None): path, array, logical axes, whether a matrix."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.model.abstract())
+        logical = jax.tree.leaves(self.model.logical_axes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
+        found: dict[int | None, list[tuple[str, Any, Any, bool]]] = {None: []}
+        for (path, leaf), axes, matrix in zip(leaves, logical, jax.tree.leaves(self.model.matrices()), strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            own = int(name.split("/")[1]) if axes and axes[0] == "layers" else None
+            found.setdefault(own, []).append((name, leaf, axes, matrix))
+        return found
+
+    def weight(
+        self, name: str, leaf: Any, logical: Any, matrix: bool, repeats: int | None
+    ) -> Iterator[ExpectedCollective]:
+        """Collectives of a parameter: of so many of its layers, or of all that it has (None)."""
+        if repeats is not None:
+            leaf = jax.ShapeDtypeStruct((repeats, *leaf.shape[1:]), leaf.dtype)
         rules, zero, micro = self.rules, self.plan.zero, self.accumulate
         layers = leaf.shape[0] if logical[0] == "layers" else 1
         spec = self.model.rules.spec(logical, self.mesh)
@@ -308,12 +384,13 @@ class _Step:
     def activations(self) -> Iterator[ExpectedCollective]:
         """Collectives of activations: those of tensor, sequence, context and expert parallelism."""
         config, micro = self.model.config, self.accumulate
-        for layout, numbers in self.layouts().items():
-            own = replace(self, layout=layout)
+        for (layout, policy), numbers in self.layers_alike().items():
+            own = replace(self, layout=layout, policy=policy)
             for block, layers in Counter(config.blocks[number] for number in numbers).items():
-                for one in own._of_block(block):
+                for one in own.of_block(block):
                     yield replace(one, count=one.count * layers * micro)
-        for one in (*self._ends(self._tokens), *self._arranged()):
+        first = self._of_layers()[0] if self.model.rules.layouts else AXIS
+        for one in (*self.ends(first), *self.arranged()):
             yield replace(one, count=one.count * micro)
 
     @property
@@ -321,7 +398,7 @@ class _Step:
         """Tokens of a micro-batch on a device."""
         return self.rows * self.seq_len // self.size(self.axes(*TOKENS))
 
-    def _of_block(self, block: BlockConfig) -> Iterator[ExpectedCollective]:
+    def of_block(self, block: BlockConfig) -> Iterator[ExpectedCollective]:
         """Collectives of activations in one layer, for one micro-batch."""
         for part in (self._residual, self._rows_of_layer, self._attention, self._experts):
             yield from part(block, self._tokens)
@@ -335,23 +412,24 @@ class _Step:
         if not self.model.rules.layouts:
             return
         each = self._of_layers()
-        changes = [pair for pair in itertools.pairwise((AXIS, *each, AXIS)) if pair[0] != pair[1]]
-        if not changes:
-            return
-        over, tokens, micro = self._columns(), self._tokens, self.accumulate
-        stream = self._bytes(tokens, self.model.config.embed_dim)
+        for number, (before, later) in enumerate(itertools.pairwise((AXIS, *each, AXIS))):
+            if before != later:
+                for one in self.change(back=later == AXIS and number < len(each)):
+                    yield replace(one, count=one.count * self.accumulate)
+
+    def change(self, back: bool) -> Iterator[ExpectedCollective]:
+        """Collectives between two layers of other layouts, for one micro-batch; ``back`` to layers with all rows."""
+        over, stream = self._columns(), self._bytes(self._tokens, self.model.config.embed_dim)
         if self.plan.sequence:
-            part = stream // self.size(over)
-            yield ExpectedCollective("all-to-all", over, 2 * len(changes) * micro, part, "between layouts")
+            yield ExpectedCollective("all-to-all", over, 2, stream // self.size(over), "between layouts")
         else:
-            yield ExpectedCollective("all-gather", over, len(changes) * micro, stream, "between layouts")
-        back = sum(later == AXIS for _, later in changes) - (each[-1] != AXIS)
-        yield ExpectedCollective("all-gather", over, back * micro, tokens * 4, "segment ids")
+            yield ExpectedCollective("all-gather", over, 1, stream, "between layouts")
+        yield ExpectedCollective("all-gather", over, int(back), self._tokens * 4, "segment ids")
 
     @property
     def passes(self) -> int:
         """Forward passes of a block: 2 where the backward pass recomputes it (full remat)."""
-        return 2 if self.model.config.remat == "full" else 1
+        return 2 if (self.policy or self.model.config.remat) == "full" else 1
 
     def _bytes(self, *dims: int) -> int:
         return math.prod(dims) * jnp.dtype(self.model.config.dtype).itemsize
@@ -413,9 +491,10 @@ class _Step:
         here = tokens // self.size(self._columns()) if self.plan.sequence else tokens
         yield ExpectedCollective("all-reduce", self._rows(), count * (passes + 1), here * wide, "norms")
 
-    def _ends(self, tokens: int) -> Iterator[ExpectedCollective]:
-        """Collectives of the embedding and the loss, whose vocabulary is split."""
-        tensor, rows = self._columns(), self._rows()
+    def ends(self, first: str) -> Iterator[ExpectedCollective]:
+        """Collectives of the embedding, with ``first`` the layout of the first layer, and of the loss, whose vocabulary
+        is split; for one micro-batch."""
+        tensor, rows, tokens = self._columns(), self._rows(), self._tokens
         stream = self._bytes(tokens, self.model.config.embed_dim) // self.size(rows)
         wide = jnp.promote_types(self.model.config.dtype, jnp.float32).itemsize
         vocab = self.axes("act_vocab")
@@ -430,7 +509,7 @@ class _Step:
             yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "embedding")
             yield ExpectedCollective("all-gather", tensor, 2, stream, "embedding, backward, and loss")
             yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "loss, backward")
-        elif self.model.rules.layouts and self._of_layers()[0] != AXIS:
+        elif first != AXIS:
             # Each device of the first layers reads a part of the rows alone.
             yield ExpectedCollective("reduce-scatter", tensor, 1, stream, "embedding")
             yield ExpectedCollective("all-reduce", tensor, 1, stream, "loss, backward")
@@ -538,7 +617,7 @@ class _Step:
         yield ExpectedCollective("reduce-scatter", width, 2, stream, "results of the width; gradients of tokens")
         yield ExpectedCollective("reduce-scatter", width, 1, weights, "gradients of combine weights")
 
-    def _arranged(self) -> Iterator[ExpectedCollective]:
+    def arranged(self) -> Iterator[ExpectedCollective]:
         """All-gathers that bring the four arrays of a batch into the order of the layout."""
         if self.plan.layout != "contiguous":
             size = self.rows // self.size(self.axes("batch")) * self.seq_len * 4

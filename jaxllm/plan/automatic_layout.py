@@ -8,6 +8,7 @@ import jax
 
 from jaxllm.config import ConfigError
 from jaxllm.plan import layout_search, plan_view
+from jaxllm.plan.by_layer.layer_search import improve_by_layer
 from jaxllm.plan.hardware import TABLE, UNCOMPILED, Cluster, Hardware
 from jaxllm.plan.layout_search import ParallelLayout
 from jaxllm.train import RunConfig
@@ -34,7 +35,8 @@ def cluster_here(table: Mapping[str, Hardware] = TABLE) -> Cluster | None:
 
 
 def automatic_layout(run: RunConfig, on: str = "", table: Mapping[str, Hardware] = TABLE) -> ParallelLayout:
-    """The fastest layout by formula of a run on the devices that are here; the same in each process.
+    """The fastest layout by formula of a run on the devices that are here, with choices by layer where they pay; the
+    same in each process.
 
     Args:
         run: its mesh, remat, accumulate and parallel settings are ignored.
@@ -56,9 +58,10 @@ def automatic_layout(run: RunConfig, on: str = "", table: Mapping[str, Hardware]
             f"topology of {count} devices."
         )
     found = layout_search.search(run, cluster)
-    if not found.layouts:
+    layout = improve_by_layer(run, cluster, found.layouts[0] if found.layouts else None)
+    if layout is None:
         raise ConfigError(plan_view.nothing_fits(found, cluster, layout_search.suggest_fitting(run, cluster)))
-    return found.layouts[0]
+    return layout
 
 
 def describe(layout: ParallelLayout) -> str:
@@ -67,6 +70,7 @@ def describe(layout: ParallelLayout) -> str:
     settings = [f'--mesh "{layout.mesh}"', f"--model.remat {run.model.remat}", f"--accumulate {run.accumulate}"]
     settings += [f"--parallel.zero {parallel.zero}"] + ["--parallel.sequence"] * parallel.sequence
     settings += [f'--parallel.experts "{parallel.experts}"'] if parallel.experts else []
+    settings += [f"--parallel.layers {parallel.layers}"] if parallel.layouts() else []
     if dict(layout.mesh.axes).get("stage", 1) > 1:
         settings += [f"--parallel.schedule {parallel.schedule}"]
         settings += [f"--parallel.depths {' '.join(map(str, parallel.depths))}"] if parallel.depths else []

@@ -26,6 +26,7 @@ from jaxllm.plan.formulas import memory_estimate as memory
 from jaxllm.plan.formulas import step_time as time
 from jaxllm.plan.formulas.calibration import DEFAULT, Calibration
 from jaxllm.plan.formulas.device_work import DeviceWork, architecture, leaves_of, rules_of
+from jaxllm.plan.formulas.layer_parts import layered_work
 from jaxllm.plan.formulas.memory_estimate import MemoryEstimate
 from jaxllm.plan.formulas.step_time import StepTime, is_mixture
 from jaxllm.plan.hardware import Cluster
@@ -174,7 +175,7 @@ def predict_layout(
 
 
 def _work(run: RunConfig, mesh: MeshSpec, documents: DocumentBatch | None) -> DeviceWork:
-    return DeviceWork.of(run, mesh) if documents is None else documents.work(run, mesh).on(mesh)
+    return layered_work(run, mesh) if documents is None else documents.work(run, mesh).on(mesh)
 
 
 def _predicted(
@@ -371,6 +372,21 @@ def _laid(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int,
 def _recomputing(model: DecoderConfig, remat: str) -> DecoderConfig:
     """Model with a remat policy: one object for all layouts, so that what it caches is computed once."""
     return dataclasses.replace(model, remat=remat)  # type: ignore[arg-type]
+
+
+def plain_layouts(run: RunConfig, mesh: MeshSpec) -> Iterator[RunConfig]:
+    """Legal layouts of a run on a mesh without stages, with ZeRO-3, full remat and experts that are not folded: one for
+    each number of micro-batches.
+    """
+    for family in _families_of(run, mesh, ""):
+        for laid in family:
+            if laid.model.remat == "full" and laid.parallel.zero == 3 and is_supported(laid, mesh):
+                yield laid
+
+
+def is_legal(run: RunConfig, mesh: MeshSpec) -> bool:
+    """True if parameters and micro-batch of a run fit a mesh, and its settings go together."""
+    return _legal(run, run.parallel, mesh, run.accumulate) and is_supported(run, mesh)
 
 
 def _legal(run: RunConfig, plan: ParallelConfig, mesh: MeshSpec, accumulate: int) -> bool:

@@ -62,6 +62,7 @@ def describe_plan(layout: ParallelLayout) -> str:
     parallel, sizes = layout.run.parallel, dict(layout.mesh.axes)
     said = [f"ZeRO-{parallel.zero}"] if layout.mesh.axes != (("data", sizes.get("data", 0)),) else []
     said += ["sequence"] if parallel.sequence else []
+    said += [f"layers {parallel.layers}"] if parallel.layouts() else []
     said += [f"experts {parallel.experts}"] if parallel.experts else []
     said += ["context by need"] if parallel.context == "by_need" else []
     said += [parallel.schedule] if sizes.get("stage", 1) > 1 else []

@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "zero_bubble_waits_for_the_forward_pass",
         TIME,
-        "(work.stages - 1) * max(forward.compute, rest)",
-        "(work.stages - 1) * forward.compute",
+        "(work.stages - 1) * max(forward, rest)",
+        "(work.stages - 1) * forward",
         (f"{FORMULAS}::test_a_bubble_that_depends_on_costs_is_that_of_its_timeline",),
     ),
     Mutant(

@@ -285,11 +285,9 @@ def test_a_bubble_that_depends_on_costs_is_that_of_its_timeline(schedule, chunks
         parallel=dataclasses.replace(run.parallel, schedule=schedule, chunks=chunks),
     )
     work = DeviceWork.of(run, MeshSpec.parse(run.mesh))
-    forward = object.__new__(step_time._Pass)
-    forward.compute = 1.0
     busy = micro * (1 + 2 * rest)
     idle = make(schedule, stages, micro, chunks).bubble(OpCosts(1.0, rest, rest))
-    assert step_time._bubble(work, busy, forward) == pytest.approx(busy * idle / (1 - idle), rel=1e-9)
+    assert step_time._bubble(work, busy, 1.0) == pytest.approx(busy * idle / (1 - idle), rel=1e-9)
 
 
 @pytest.mark.parametrize(

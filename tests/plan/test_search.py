@@ -156,7 +156,8 @@ def test_top_layouts_are_compiled(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "mesh", "says"),
     [
-        (["--parallel.layers", "tensor=1,fsdp"], "fsdp=2,tensor=2", "the cost model supports tensor, for all layers"),
+        (["--parallel.layers", "tensor=1,fsdp", "--parallel.zero", "2"], "fsdp=2,tensor=2", "supports 3"),
+        (["--model.remat", "sqrt=16,full"], "fsdp=4", "by layer, the cost model supports none, elementwise, full"),
         (["--accumulate", "2", "--parallel.micro-batches", "3", "1"], "data=2,fsdp=2", "there is no formula yet"),
     ],
 )

@@ -30,6 +30,8 @@ from jaxllm.train import RunConfig
 from jaxllm.train.model_flops import causal_mean
 from pallas_kernels.flash_attention.xla import KV_BLOCK, MIN_BAND, QUERY_BANDS
 from sharding import LogicalAxes, MeshSpec, Rules
+from sharding.layer_layouts import AXIS
+from sharding.layer_layouts import rules_of as rules_in_layers
 from sharding.rules import mesh_axes_of
 
 NO_ADAPTER = AdapterConfig()
@@ -112,6 +114,11 @@ class DeviceWork:
         pairs: keys of a query on the busiest device, on average, where the documents of a batch are known
             (``jaxllm.plan.document_batch``); 0: those of whole rows.
         rings: share of the transfers around ``context`` that take place.
+        features: number of shards of the residual stream's features (2D tensor parallelism).
+        layout: of the layers (``sharding.layer_layouts``).
+        repeats: repeats of each segment's group of blocks that the work has; None: all.
+        parts: works of layers that are alike, and of what is outside layers, where layers differ in their layout or
+            remat policy (``layer_parts``); empty where they do not.
     """
 
     run: RunConfig
@@ -128,6 +135,9 @@ class DeviceWork:
     pairs: float = 0.0
     rings: RingShare = WHOLE
     features: int = 1
+    layout: str = AXIS
+    repeats: tuple[int, ...] | None = None
+    parts: tuple[DeviceWork, ...] = ()
 
     @classmethod
     def of(cls, run: RunConfig, mesh: MeshSpec) -> DeviceWork:
@@ -135,15 +145,15 @@ class DeviceWork:
         check_remat(run.model)
         if run.parallel.layouts():
             raise NotImplementedError(
-                f'parallel.layers = "{run.parallel.layers}": the cost model supports tensor, for all layers; jaxllm '
-                "shard has the bytes of collectives, and jaxllm compile the memory."
+                f'parallel.layers = "{run.parallel.layers}": here the cost model supports tensor, for all layers; '
+                "jaxllm plan --as-is predicts layouts by layer of a run in device memory."
             )
         sizes = dict(mesh.axes)
         stages = sizes.get("stage", 1)
         rules = rules_of(run.parallel).on(mesh.abstract())
-        weights = _weights(architecture(run.model), rules, mesh, run.adapter)
+        weights = device_weights(architecture(run.model), rules, mesh, run.adapter)
         shape = (run.data.batch_size // run.accumulate, run.data.seq_len)
-        count = lambda *axes: _local(rules, mesh, axes, shape)  # noqa: E731
+        count = lambda *axes: local_size(rules, mesh, axes, shape)  # noqa: E731
         return cls(
             run,
             mesh,
@@ -153,7 +163,7 @@ class DeviceWork:
             run.data.seq_len,
             sizes.get("tensor", 1) * sizes.get("features", 1),
             count("expert_batch", "expert_seq"),
-            _ways(mesh.abstract(), rules.mesh_axes("expert_mlp")),
+            ways_over(mesh.abstract(), rules.mesh_axes("expert_mlp")),
             stages,
             run.accumulate,
             features=sizes.get("features", 1),
@@ -167,7 +177,52 @@ class DeviceWork:
     @property
     def blocks(self) -> dict[BlockConfig, float]:
         """Block kinds, with the number of blocks of each on a device."""
-        return {block: count / self.stages for block, count in _kinds(self.run.model)}
+        if self.repeats is None:
+            return {block: count / self.stages for block, count in _kinds(self.run.model)}
+        found = Counter[BlockConfig]()
+        for group, repeats in self.groups:
+            for block in group:
+                found[block] += repeats  # type: ignore[assignment]
+        return {block: count for block, count in found.items() if count}
+
+    @property
+    def groups(self) -> tuple[tuple[tuple[BlockConfig, ...], float], ...]:
+        """Groups of blocks that repeat together, with the number of repeats of each on a device."""
+        segments = self.run.model.segments
+        if self.repeats is None:
+            return tuple((group, repeats / self.stages) for group, repeats in segments)
+        return tuple((group, own) for (group, _), own in zip(segments, self.repeats, strict=True))
+
+    @property
+    def alike(self) -> tuple[DeviceWork, ...]:
+        """Works of layers that are alike: the parts, or this one."""
+        return self.parts or (self,)
+
+    @property
+    def layouts(self) -> tuple[DeviceWork, ...]:
+        """Works of the layers of each layout, whatever their remat policy; this one where there are no parts."""
+        found: dict[str, DeviceWork] = {}
+        for part in self.parts:
+            if part.repeats is not None and any(part.repeats):
+                before = found.get(part.layout)
+                found[part.layout] = part if before is None else before.beside(part)
+        return tuple(found.values()) or (self,)
+
+    def beside(self, other: DeviceWork) -> DeviceWork:
+        """Work of the layers of two parts of one layout."""
+        assert self.repeats is not None
+        assert other.repeats is not None
+        weights = {weight.name: weight for weight in self.weights}
+        for weight in other.weights:
+            layers = weight.layers + weights[weight.name].layers if weight.name in weights else weight.layers
+            weights[weight.name] = replace(weight, layers=layers)
+        repeats = tuple(a + b for a, b in zip(self.repeats, other.repeats, strict=True))
+        return replace(self, weights=tuple(weights.values()), repeats=repeats)
+
+    @property
+    def segments(self) -> int:
+        """Number of segments that the work has layers of."""
+        return len(self.run.model.segments) if self.repeats is None else sum(n > 0 for n in self.repeats)
 
     @property
     def trained(self) -> tuple[DeviceWeight, ...]:
@@ -185,7 +240,7 @@ class DeviceWork:
     def expert_shards(self) -> int:
         """Number of shards that the experts are split into."""
         mesh = self.mesh.abstract()
-        return _ways(mesh, rules_of(self.run.parallel).on(mesh).mesh_axes("experts"))
+        return ways_over(mesh, rules_of(self.run.parallel).on(mesh).mesh_axes("experts"))
 
     def stream_bytes(self) -> int:
         """Bytes of the residual stream of a micro-batch."""
@@ -211,7 +266,7 @@ class DeviceWork:
         Ring attention has a kernel for TPUs alone.
         """
         dims = max(block.attention.key_dim, block.attention.value_dim)
-        ring = _ways(self.mesh.abstract(), rules_of(self.run.parallel).mesh_axes("attn_kv_seq")) > 1
+        ring = ways_over(self.mesh.abstract(), rules_of(self.run.parallel).mesh_axes("attn_kv_seq")) > 1
         taken = self.run.model.dtype in KERNEL_DTYPES and dims <= KERNEL_HEAD_DIM
         return taken and not (ring and platform == "gpu")
 
@@ -310,13 +365,25 @@ def with_remat(config: DecoderConfig, remat: str) -> DecoderConfig:
 
 
 @functools.lru_cache(maxsize=4096)
-def _weights(config: DecoderConfig, rules: Rules, mesh: MeshSpec, adapter: AdapterConfig) -> tuple[DeviceWeight, ...]:
-    stages, abstract = dict(mesh.axes).get("stage", 1), mesh.abstract()
-    return tuple(_weight(config, rules, abstract, stages, *leaf) for leaf in leaves_of(config, adapter))
+def device_weights(
+    config: DecoderConfig, rules: Rules, mesh: MeshSpec, adapter: AdapterConfig, layout: str = AXIS
+) -> tuple[DeviceWeight, ...]:
+    """Parameters of a device, as layers of a layout use them.
+
+    Args:
+        config: model.
+        rules: sharding rules by which parameters are stored.
+        mesh: of the run.
+        adapter: of the run.
+        layout: one of ``sharding.layer_layouts``.
+    """
+    stages, use = dict(mesh.axes).get("stage", 1), rules_in_layers(rules, layout)
+    return tuple(_weight(config, rules, use, mesh.abstract(), stages, *leaf) for leaf in leaves_of(config, adapter))
 
 
 def _weight(
     config: DecoderConfig,
+    stored_by: Rules,
     rules: Rules,
     mesh: AbstractMesh,
     stages: int,
@@ -326,7 +393,7 @@ def _weight(
     matrix: bool,
     packed: float,
 ) -> DeviceWeight:
-    spec = rules.spec(axes, mesh, shape)
+    spec = stored_by.spec(axes, mesh, shape)
     stored = shard_shape(shape, spec, mesh)
     outer = [axis for axis in rules.between_steps if axis in mesh_axes_of(spec)]
     wider = [math.prod(mesh.shape[axis] for axis in some) for some in (outer, outer[-1:])]
@@ -345,9 +412,9 @@ def _weight(
     if expert and "segments" in name:
         _, segment, place, *_ = name.split("/")
         moe = config.segments[int(segment)][0][int(place)].mlp.mixture
-        shards = _ways(mesh, rules.mesh_axes("experts"))
-        rows = _ways(mesh, rules.mesh_axes("batch") + rules.mesh_axes("seq"))
-        rows /= _ways(mesh, rules.mesh_axes("expert_batch") + rules.mesh_axes("expert_seq"))
+        shards = ways_over(mesh, rules.mesh_axes("experts"))
+        rows = ways_over(mesh, rules.mesh_axes("batch") + rules.mesh_axes("seq"))
+        rows /= ways_over(mesh, rules.mesh_axes("expert_batch") + rules.mesh_axes("expert_seq"))
         share, exchanged = moe.top_k * shards / moe.experts * rows, is_exchanged(moe, shards)
     per_layer = whole // first if of_layers and in_place else whole // max(1, layers)
     return DeviceWeight(
@@ -377,12 +444,14 @@ def shard_shape(shape: tuple[int, ...], spec: Any, mesh: AbstractMesh) -> tuple[
     return tuple(out)
 
 
-def _ways(mesh: AbstractMesh, names: tuple[str, ...]) -> int:
+def ways_over(mesh: AbstractMesh, names: tuple[str, ...]) -> int:
+    """Number of devices along mesh axes, of those that the mesh has."""
     return math.prod(mesh.shape.get(name, 1) for name in names)
 
 
 @functools.lru_cache(maxsize=4096)
-def _local(rules: Rules, mesh: MeshSpec, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
+def local_size(rules: Rules, mesh: MeshSpec, axes: tuple[str, ...], shape: tuple[int, ...]) -> int:
+    """Elements of a device's shard of an array with these logical axes."""
     abstract = mesh.abstract()
     return math.prod(shard_shape(shape, rules.spec(axes, abstract, shape), abstract))
 

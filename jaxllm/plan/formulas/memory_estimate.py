@@ -24,6 +24,7 @@ from jaxllm.parallel.pipeline.schedule_table import tabulate
 from jaxllm.plan.formulas import offload_time
 from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.formulas.engine_memory import engine_bytes
+from jaxllm.plan.formulas.layer_parts import layered_work
 from jaxllm.plan.formulas.optimizer_memory import average_bytes, check_optimizer, state_bytes
 from jaxllm.train import RunConfig
 from jaxllm.train.unequal.unequal_gradients import uneven_axes
@@ -136,7 +137,7 @@ class MemoryEstimate:
 
 def predict(run: RunConfig, mesh: MeshSpec, topology: Topology) -> MemoryEstimate:
     """Memory estimate of a run whose mesh is legal, on TPUs or GPUs."""
-    return predict_work(DeviceWork.of(run, mesh), topology)
+    return predict_work(layered_work(run, mesh), topology)
 
 
 def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
@@ -156,8 +157,7 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
     away = [round(size * of_layers * share) for size, share in ((parameters, run.host.params), (state, moved))]
     rows = min(1.0, offload_time.ROWS / run.model.layers)  # fraction of the offloaded state on the device at a time
     sums = copies.sums if dict(mesh.axes).get("data", 1) > 1 else 1.0
-    devices = math.prod(dict(mesh.axes).values())
-    at_once = copies.turns if work.stages == 1 and work.micro_batches > 1 and devices > 1 else 1
+    at_once = live_micro_batches(work, topology)
     beside = run.engine_beside
     engine = 0 if beside is None else engine_bytes(run.model, beside, mesh, topology.platform).total
     return MemoryEstimate(
@@ -181,6 +181,13 @@ def largest_state_share(run: RunConfig, mesh: MeshSpec) -> float:
         return 1.0
     split = math.prod(sizes[axis] for axis in over if axis != "data")  # ZeRO-1 shards it over fsdp anyway
     return split * max(shares) / sum(shares)
+
+
+def live_micro_batches(work: DeviceWork, topology: Topology) -> int:
+    """Micro-batches whose saved activations are on the device at once, outside pipelines."""
+    devices = math.prod(dict(work.mesh.axes).values())
+    several = work.stages == 1 and work.micro_batches > 1 and devices > 1
+    return copies_on(topology).turns if several else 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -228,10 +235,14 @@ def saved_bytes(work: DeviceWork, block: BlockConfig) -> int:
 
 def kept_bytes(work: DeviceWork) -> float:
     """Bytes that one micro-batch's forward pass of a device's layers saves for the backward pass."""
-    groups = work.run.model.segments
+    return sum(_kept_alike(part) for part in work.alike)
+
+
+def _kept_alike(work: DeviceWork) -> float:
+    """``kept_bytes`` of layers of one layout and remat policy."""
     own = 0 if offloaded_share(work.run.model.remat) is not None else work.stream_bytes()
     of_group = lambda group: own + sum(saved_bytes(work, block) for block in group)  # noqa: E731
-    return sum(repeats / work.stages * of_group(group) for group, repeats in groups)
+    return sum(repeats * of_group(group) for group, repeats in work.groups)
 
 
 def _activations(work: DeviceWork, copies: BufferCopies) -> tuple[int, int]:
@@ -331,18 +342,23 @@ def _gathered(work: DeviceWork) -> int:
 def _working(work: DeviceWork, topology: Topology) -> float:
     """Peak working memory of a layer's backward pass, beside the saved activations."""
     config, copies = work.run.model, copies_on(topology)
-    of_layers = sum(w.used for w in work.weights if w.matrix and w.name.startswith("segments/"))
-    weights = of_layers / len(config.segments) * work.width
     vocabulary = config.vocab_size // work.tensor * config.embed_dim * work.width
     heads = copies.heads_split if work.tensor > 1 else copies.heads
     if work.stages == 1 and work.run.parallel.zero in (1, 2):
         heads = max(0.0, heads - 2)  # the matrix and its gradient are counted with the others
+    return heads * vocabulary + max(layer_working(own, topology) for own in work.layouts)
+
+
+def layer_working(work: DeviceWork, topology: Topology) -> float:
+    """Peak working memory of the backward pass of a layer, of layers of one layout."""
+    config, copies = work.run.model, copies_on(topology)
+    of_layers = sum(w.used for w in work.weights if w.matrix and w.name.startswith("segments/"))
+    weights = of_layers / work.segments * work.width
     inner = max(sum(work.inner_widths(b).values()) for b in work.blocks)
     plain = [b for b in work.blocks if not work.has_flash_kernel(b, topology.platform)]
     streams = copies.streams_split if work.tensor > 1 else copies.streams
     return (
-        heads * vocabulary
-        + copies.weights * weights * (work.run.parallel.zero in (3, "3level") or work.stages > 1)
+        copies.weights * weights * (work.run.parallel.zero in (3, "3level") or work.stages > 1)
         + copies.inner * inner * work.tokens * work.width
         + streams * work.tokens * config.embed_dim // work.features * work.width
         + copies.scores * max((work.score_block(b) for b in plain), default=0.0) * 4

@@ -12,7 +12,9 @@ Legend: T tokens of a micro-batch on a device, D embed, V vocab, P parameters of
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -37,6 +39,7 @@ from jaxllm.plan.formulas.device_work import (
     with_remat,
     without_stages,
 )
+from jaxllm.plan.formulas.layer_parts import full_or_none, layered_work
 from jaxllm.plan.formulas.optimizer_memory import average_bytes, state_bytes
 from jaxllm.plan.hardware import Cluster, Hardware
 from jaxllm.train import RunConfig
@@ -107,7 +110,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class _Rates:
+class DeviceRates:
     """Attained rates of a device: turns FLOPs and bytes into seconds."""
 
     hardware: Hardware
@@ -118,6 +121,7 @@ class _Rates:
 
     @property
     def flops(self) -> float:
+        """Peak FLOP/s in compute dtype."""
         return self.hardware.flops if self.width == 2 else self.hardware.flops_float32
 
     @property
@@ -141,32 +145,32 @@ class _Rates:
         return work, max(0.0, moved - work)
 
     def attention(self, products: float) -> float:
+        """Seconds of so many multiply-accumulates of attention."""
         return 2 * products / (self.flops * self.calibration.attention)
 
     def stream(self, size: float) -> float:
+        """Seconds of so many bytes through HBM."""
         return size / (self.hardware.bandwidth * self.calibration.memory)
 
 
 def predict(run: RunConfig, cluster: Cluster, mesh: MeshSpec, calibration: Calibration = DEFAULT) -> StepTime:
     """Step time of a run whose mesh is legal on the cluster."""
-    return predict_work(DeviceWork.of(run, mesh), cluster, calibration)
+    return predict_work(layered_work(run, mesh), cluster, calibration)
 
 
 def predict_work(work: DeviceWork, cluster: Cluster, calibration: Calibration = DEFAULT) -> StepTime:
     """Step time of a device's work, see ``predict``."""
     run, platform = work.run, cluster.topology.platform
-    rates = _Rates(cluster.hardware, platform, calibration, work.width, run.model.matmul_precision)
-    forward, backward, again = (_Pass(work, rates, kind) for kind in ("forward", "backward", "again"))
+    rates = DeviceRates(cluster.hardware, platform, calibration, work.width, run.model.matmul_precision)
+    layers = [layer_seconds(part, rates) for part in work.alike]
     micro = work.micro_batches
-    compute = micro * (forward.compute + backward.compute + again.compute)
-    waiting = micro * (forward.memory + backward.memory + again.memory)
+    compute, waiting, around, forward = (sum(column) for column in zip(*layers, strict=True))
     # Saved activations are stacked over layers: written there, and read back.
     kept = 2 * micro * rates.stream(memory.kept_bytes(work)) + rates.stream(_handled(work))
     width = jnp.dtype(run.model.param_dtype).itemsize
     parameters, averaged = (sum(w.stored * w.layers for w in ws) * width for ws in (work.trained, work.weights))
     kept_arrays = state_bytes(work, parameters) + average_bytes(run, averaged)
     update = rates.stream(UPDATE_PASSES * parameters + 2 * kept_arrays)
-    around = micro * (forward.attention + backward.attention + again.attention)
     near, far, hidden = _exposed(work, cluster, calibration, compute, around)
     state = offload_time.layer_share(work) * state_bytes(work, parameters)
     host = _host(work, cluster.hardware, calibration, compute, state)
@@ -184,6 +188,32 @@ def predict_work(work: DeviceWork, cluster: Cluster, calibration: Calibration = 
     )
 
 
+class LayerSeconds(NamedTuple):
+    """Seconds of a step's passes through a work's layers, of all micro-batches.
+
+    Attributes:
+        compute: FLOP-bound time.
+        memory: time waiting for HBM.
+        attention: FLOP-bound time of attention, which ``compute`` has too.
+        forward: FLOP-bound time of the forward pass of one micro-batch.
+    """
+
+    compute: float
+    memory: float
+    attention: float
+    forward: float
+
+
+def layer_seconds(work: DeviceWork, rates: DeviceRates) -> LayerSeconds:
+    """Seconds of a step's passes through a work's layers, which are of one layout and remat policy."""
+    passes = [_Pass(work, rates, kind) for kind in ("forward", "backward", "again")]
+    micro = work.micro_batches
+    compute, waiting, around = (
+        micro * sum(getattr(one, name) for one in passes) for name in ("compute", "memory", "attention")
+    )
+    return LayerSeconds(compute, waiting, around, passes[0].compute)
+
+
 @functools.lru_cache(maxsize=256)
 def _model_flops(config: DecoderConfig, row: int) -> float:
     return train_flops_per_token(config, row)
@@ -192,7 +222,7 @@ def _model_flops(config: DecoderConfig, row: int) -> float:
 class _Pass:
     """Seconds of one micro-batch's forward pass, backward pass, or recomputation ("again")."""
 
-    def __init__(self, work: DeviceWork, rates: _Rates, kind: str):
+    def __init__(self, work: DeviceWork, rates: DeviceRates, kind: str):
         self.work, self.rates, self.kind = work, rates, kind
         self.compute = self.memory = self.attention = 0.0
         for weight in work.weights:
@@ -214,11 +244,11 @@ class _Pass:
         self.compute += self.attention
 
     def _products(self, weight: DeviceWeight) -> None:
-        times = self._times(weight) * weight.matmuls
+        times = self._times(weight) * weight.layers * weight.matmuls
         rows = self.work.tokens * weight.share
         compute, memory = self.rates.product(rows, *weight.sides, block=weight.name.startswith("segments/"))
-        self.compute += times * weight.layers * compute
-        self.memory += times * weight.layers * memory
+        self.compute += times * compute
+        self.memory += times * memory
 
     def _times(self, weight: DeviceWeight) -> float:
         """Number of matmuls with a weight in this pass."""
@@ -243,21 +273,13 @@ def _exposed(
     work: DeviceWork, cluster: Cluster, calibration: Calibration, compute: float, attention: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Seconds of collectives by mesh axes: (exposed near, exposed far, overlapped)."""
-    network = _network(cluster, work.mesh)
     near: dict[str, float] = {}
     far: dict[str, float] = {}
     hidden: dict[str, float] = {}
-    found: dict[tuple[str, bool], float] = {}
+    found = sent_seconds(collectives(work.run, work.mesh), work, cluster, calibration)
     classes: dict[str, float] = {}
-    for one in collectives(work.run, work.mesh):
-        time = network.time(_carried_out(one, network), one.axes, one.bytes)
-        slow, axes = time.far > time.near, "+".join(one.axes)
-        share = work.rings.steps if one.why in RING else work.rings.rounds if one.why in RING_ENDS else 1.0
-        seconds = time.seconds * one.count * share / calibration.link
-        # Compilers leave the sums of a layer's gradients at the end of the loop's body, where nothing is beside them.
-        room = "weights" if one.why == "weights" else "ring" if one.why in RING else "none"
-        room = "steps" if one.why == BESIDE else room
-        found[f"{room}/{axes}", slow] = found.get((f"{room}/{axes}", slow), 0.0) + seconds
+    for (key, _), seconds in found.items():
+        room = key.split("/")[0]
         classes[room] = classes.get(room, 0.0) + seconds
     rooms = {"weights": calibration.weight_overlap * compute, "ring": calibration.ring_overlap * attention, "none": 0.0}
     rooms["steps"] = compute
@@ -268,6 +290,28 @@ def _exposed(
         into[axes] = into.get(axes, 0.0) + seconds * share
         hidden[axes] = hidden.get(axes, 0.0) + seconds * (1 - share)
     return near, far, hidden
+
+
+def sent_seconds(
+    sent: Iterable[ExpectedCollective], work: DeviceWork, cluster: Cluster, calibration: Calibration
+) -> dict[tuple[str, bool], float]:
+    """Seconds of collectives, by what they overlap with, mesh axes ("weights/fsdp"), and whether they are far.
+
+    Collectives of weights overlap with all compute, keys and values of a ring ("ring") with attention, others ("none")
+    with nothing.
+    """
+    network = _network(cluster, work.mesh)
+    found: dict[tuple[str, bool], float] = {}
+    for one in sent:
+        time = network.time(_carried_out(one, network), one.axes, one.bytes)
+        slow, axes = time.far > time.near, "+".join(one.axes)
+        share = work.rings.steps if one.why in RING else work.rings.rounds if one.why in RING_ENDS else 1.0
+        seconds = time.seconds * one.count * share / calibration.link
+        # Compilers leave the sums of a layer's gradients at the end of the loop's body, where nothing is beside them.
+        room = "weights" if one.why == "weights" else "ring" if one.why in RING else "none"
+        room = "steps" if one.why == BESIDE else room
+        found[f"{room}/{axes}", slow] = found.get((f"{room}/{axes}", slow), 0.0) + seconds
+    return found
 
 
 @functools.lru_cache(maxsize=256)
@@ -323,12 +367,12 @@ def collectives(run: RunConfig, mesh: MeshSpec) -> tuple[ExpectedCollective, ...
     """Collectives of a step on a device; an estimate for layouts that the formulas were not proven for."""
     one, rest = without_stages(run, mesh)
     parallel, micro = one.parallel, run.accumulate
-    plain, model = _without_pipeline(parallel), with_remat(one.model, "full" if run.model.remat == "full" else "none")
+    plain, model = _without_pipeline(parallel), with_remat(one.model, full_or_none(run.model.remat))
     apart = exchanged_axis(run)
     if apart:
         plain = replace(plain, reduce="flat")  # what is left of the sums
     sent = [
-        _in_micro_batches(found, micro, parallel.zero)
+        in_micro_batches(found, micro, parallel.zero)
         for found in _of_one(model, plain, rest, run.data.batch_size, run.data.seq_len)
     ]
     if apart:
@@ -382,7 +426,7 @@ def _of_one(
     return expected_collectives(functional, mesh.abstract(), parallel, rows=rows, seq_len=seq_len, proven=False)
 
 
-def _in_micro_batches(one: ExpectedCollective, micro: int, zero: int | str) -> ExpectedCollective:
+def in_micro_batches(one: ExpectedCollective, micro: int, zero: int | str) -> ExpectedCollective:
     """Collectives split into micro-batches.
 
     Activations are sent in as many parts; weights again for each micro-batch with ZeRO-3, gradients except with ZeRO-1.
@@ -393,8 +437,14 @@ def _in_micro_batches(one: ExpectedCollective, micro: int, zero: int | str) -> E
     return replace(one, count=one.count * micro) if again else one
 
 
-def _bubble(work: DeviceWork, busy: float, forward: _Pass) -> float:
-    """Pipeline bubble: seconds that the busiest stage waits, with passes as long as predicted."""
+def _bubble(work: DeviceWork, busy: float, forward: float) -> float:
+    """Pipeline bubble: seconds that the busiest stage waits, with passes as long as predicted.
+
+    Args:
+        work: of the stage.
+        busy: seconds that it is busy in a step.
+        forward: FLOP-bound seconds of a micro-batch's forward pass.
+    """
     if work.stages == 1:
         return 0.0
     plan, micro = work.run.parallel, work.micro_batches
@@ -403,10 +453,10 @@ def _bubble(work: DeviceWork, busy: float, forward: _Pass) -> float:
     if whole or plan.schedule in ("gpipe", "1f1b", "interleaved"):  # independent of the passes' lengths (pipeline.md)
         idle = (work.stages - 1) / (chunks * micro + work.stages - 1)
     else:
-        rest = (busy / micro - forward.compute) / 2
+        rest = (busy / micro - forward) / 2
         if plan.schedule == "zb_h1" and micro >= work.stages:
-            return (work.stages - 1) * max(forward.compute, rest)
-        idle = _idle(plan.schedule, work.stages, micro, plan.chunks, round(rest / forward.compute, 1))
+            return (work.stages - 1) * max(forward, rest)
+        idle = _idle(plan.schedule, work.stages, micro, plan.chunks, round(rest / forward, 1))
     return busy * idle / (1 - idle)
 
 

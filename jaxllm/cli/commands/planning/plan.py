@@ -40,7 +40,7 @@ PLAN_VALUES = (
     "--host",
     "--disk",
 )
-PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--help", "-h")
+PLAN_BARE = ("--compile", "--no-compile", "--as-is", "--no-as-is", "--by-layer", "--no-by-layer", "--help", "-h")
 
 
 def plan(argv: list[str]) -> int:
@@ -75,6 +75,7 @@ def plan(argv: list[str]) -> int:
         host: str = "",
         disk: str = "",
         as_is: bool = False,
+        by_layer: bool = False,
     ) -> int:
         """Searches meshes, remat, micro-batches and pipeline schedules; compiles the layouts predicted to be fastest.
 
@@ -106,6 +107,8 @@ def plan(argv: list[str]) -> int:
             disk: directory and bytes of it for each device, such as /mnt/nvme:2TiB: the optimizer state may be in
                 files, and layers with their inputs. Their rate is that of --hardware (disk), else 3 GB/s.
             as_is: predict the run's own mesh and settings instead of searching.
+            by_layer: also choose by layer, on each mesh without stages: what the mesh axis tensor splits
+                (--parallel.layers) and what is recomputed (--model.remat).
         """
         from jaxllm.files import write_json
         from jaxllm.models.remat import offloaded_share
@@ -121,6 +124,11 @@ def plan(argv: list[str]) -> int:
         if html is not None and (explain is None or not compile):
             raise UsageError(f"--html {html} is of a layout's compiled program: give --explain N, and compile.")
         check_outputs(save=save, json=json, html=html)
+        if by_layer and (as_is or documents is not None or host or disk or on.endswith(".toml")):
+            raise UsageError(
+                "--by-layer searches plans of equal devices with whole rows in device memory: leave out --as-is, "
+                "--documents, --host and --disk, and give --on a topology."
+            )
         known = table.TABLE if hardware is None else table.read(hardware)
         if on.endswith(".toml"):
             from jaxllm.cli.commands.planning.plan_unequal import plan_unequal
@@ -150,7 +158,7 @@ def plan(argv: list[str]) -> int:
                 print()
             attained = _calibration(calibrate, cluster)
             laid = _with_token_share(config, cluster, there.host) if shared else config
-            layouts = _layouts(laid, cluster, top, as_is, attained, batch, tiers)
+            layouts = _layouts(laid, cluster, top, as_is, attained, batch, tiers, by_layer=by_layer)
             if not layouts:
                 status = 1
                 continue
@@ -211,14 +219,18 @@ def _layouts(
     calibration: Calibration,
     documents: DocumentBatch | None,
     tiers: tuple[str, TierBytes] | None,
+    *,
+    by_layer: bool = False,
 ) -> list[ParallelLayout]:
     """Searches and prints the best layouts; prints why and returns none where none fits.
 
     Args:
         config, cluster, top, as_is, calibration, documents: what is searched.
         tiers: directory of files, and bytes of host and disk where states may be too; None: on the device alone.
+        by_layer: whether layouts and recomputation are chosen by layer too.
     """
     from jaxllm.plan import layout_search, plan_view
+    from jaxllm.plan.by_layer.layer_search import search_by_layer
     from jaxllm.plan.placed_layouts import search_places
     from jaxllm.train.run_sharding import described_mesh
 
@@ -237,7 +249,9 @@ def _layouts(
             raise UsageError(f"--as-is: the planner has no formula for this run: {error}") from None
         tried = 1
     else:
-        if tiers is None:
+        if by_layer:
+            found = search_by_layer(config, cluster, calibration=calibration)
+        elif tiers is None:
             found = layout_search.search(config, cluster, calibration=calibration, documents=documents)
         else:
             available = tiers[1]._replace(device=layout_search.memory_limit(cluster))
