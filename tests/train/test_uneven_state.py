@@ -72,6 +72,18 @@ def test_a_run_is_that_of_even_shards_and_resumes_with_any(tmp_path, capsys):
     assert saved_hashes(tmp_path, "turns") == even
 
 
+@pytest.mark.drawn(0.3)
+@pytest.mark.parametrize("kind", ["lion", "sgd"])
+def test_optimizers_save_what_even_shards_do(tmp_path, kind):
+    """Over data and fsdp, with clipped gradients and uneven rows beside."""
+    settings = {"mesh": "data=2,fsdp=2,tensor=2", "batch_size": 16, "steps": 4, "kind": kind, "clip_norm": 0.1}
+    settings |= {"accumulate": 2}
+    for name, shares in (("uneven", (1, 4, 2, 1)), ("even", ())):
+        parallel = ParallelConfig(state_shares=shares, zero=1, micro_batches=(3, 2, 1, 2))
+        assert train(runs.run_config(tmp_path, name=name, parallel=parallel, **settings)).complete
+    assert saved_hashes(tmp_path, "uneven", 4) == saved_hashes(tmp_path, "even", 4)
+
+
 def test_devices_hold_their_shares(tmp_path):
     """Bytes of live arrays of the state on each device, before and after a step."""
     parallel = ParallelConfig(state_shares=(4, 2, 1, 1), zero=1)
