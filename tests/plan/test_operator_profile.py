@@ -23,7 +23,14 @@ from jaxllm.plan.profile.operator_profile import (
     read_profile,
     rungs,
 )
-from jaxllm.plan.profile.operators import CollectiveOperator, GradientSum, ModelPass, ParameterUpdate, group_of
+from jaxllm.plan.profile.operators import (
+    CollectiveOperator,
+    GradientSum,
+    ModelPass,
+    ParameterUpdate,
+    PipelineTick,
+    group_of,
+)
 from jaxllm.plan.profile.step_graph import step_graph
 from jaxllm.plan.profile.step_prediction import beside, legal_layouts, predict_step, ranked_layouts
 from jaxllm.plan.profile.task_replay import TimedTask, replay
@@ -54,6 +61,11 @@ def is_pass(kind):
     return lambda one: isinstance(one, ModelPass) and one.kind == kind
 
 
+def of_passes(operator):
+    """One second for a layer's forward and backward pass, and for the average tick of a pipeline that has one layer."""
+    return float(is_pass("forward")(operator) or is_pass("backward")(operator) or isinstance(operator, PipelineTick))
+
+
 def is_sent(kind):
     return lambda one: isinstance(one, CollectiveOperator) and one.kind == kind
 
@@ -82,15 +94,19 @@ def test_a_collective_has_the_devices_of_its_axes():
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])
 def test_stages_share_the_layers_of_the_step(schedule):
-    """Each stage has its layers once for each micro-batch; W is a backward pass without its input gradients."""
+    """Each stage has its layers once for each micro-batch; W is a backward pass without its input gradients.
+
+    Beside them each tick has its own time, that of a measured tick less its passes.
+    """
     graph = graph_of("stage=2,data=2", schedule=schedule)
+    (tick,) = {own for own in graph.operators if isinstance(own, PipelineTick)}
     for lane in range(2):
-        assert count_of(graph, is_pass("forward"), lane) == 8
+        share = count_of(graph, lambda one: one == tick, lane) / (3 if tick.split else 2)
+        assert count_of(graph, is_pass("forward"), lane) + share * tick.model.layers == pytest.approx(8)
         backward, inputs = (count_of(graph, is_pass(kind), lane) for kind in ("backward", "input gradients"))
-        assert (backward, inputs) == (8, 0)
-    assert (
-        count_of(graph, is_pass("embedding"), 0) == count_of(graph, is_pass("loss"), 0 if "vee" in schedule else 1) == 4
-    )
+        assert (backward + share * tick.model.layers, inputs) == (pytest.approx(8), pytest.approx(0))
+        for kind, there in (("embedding", 0), ("embedding gradients", 0), ("loss", 1)):
+            assert count_of(graph, is_pass(kind), lane) + share == pytest.approx(4 * (lane == there))
     assert graph.stages == (0, 0, 1, 1)
     assert all(count_of(graph, is_sent("collective-permute"), lane) for lane in range(2))
 
@@ -98,9 +114,7 @@ def test_stages_share_the_layers_of_the_step(schedule):
 def test_a_pipeline_without_communication_is_its_schedule():
     """Equal forward and backward passes alone: m + p - 1 ticks of F and as many of B, of one second a stage's layer."""
     graph = graph_of("stage=4", schedule="gpipe")
-    made = predict_step(
-        graph, profile_of(graph, lambda one: float(is_pass("forward")(one) or is_pass("backward")(one)))
-    )
+    made = predict_step(graph, profile_of(graph, of_passes))
     assert made.seconds == pytest.approx(2 * (4 + 4 - 1))
     assert [made.computing(lane) for lane in range(4)] == [8.0] * 4
     assert made.idle(0) == pytest.approx(6.0)
@@ -132,7 +146,7 @@ def test_devices_of_a_core_are_faster_while_others_wait():
     assert beside((0, 0), (-1, -1)) == [[]]
     assert beside((0, 1), (0, 1, 0, 1)) == []
     graph = graph_of("stage=4", schedule="gpipe")
-    profile = profile_of(graph, lambda one: float(is_pass("forward")(one) or is_pass("backward")(one)))
+    profile = profile_of(graph, of_passes)
     shared = dataclasses.replace(profile, devices=DEVICES._replace(processors=(0, 1, 0, 1)))
     assert 7.0 <= predict_step(graph, shared).seconds < predict_step(graph, profile).seconds
     whole = graph_of("data=4")
@@ -208,6 +222,15 @@ def test_measured_operators_are_stored_and_not_measured_again(tmp_path):
     file.write_text("{}")
     with pytest.raises(DataError, match="no operator profile"):
         read_profile(file)
+
+
+@pytest.mark.drawn(0.1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_ticks_of_a_pipeline_are_measured_on_one_device(schedule):
+    graph = graph_of("stage=4", schedule=schedule)
+    own = [one for one in graph.operators if isinstance(one, PipelineTick) or is_pass("input gradients")(one)]
+    assert len(own) == (2 if schedule == "zb_h1" else 1)
+    assert all(seconds > 0 for seconds in measured([prepared(one) for one in own], ProcessGroup()))
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxllm.plan.formulas.device_work import DeviceWork
@@ -150,3 +150,16 @@ def joined(*parts: Counts) -> Counts:
         for operator, count in part.items():
             out[operator] = out.get(operator, 0.0) + count
     return out
+
+
+def combined(counts: Counts) -> Counts:
+    """Collectives of one kind over the same devices as one of all their bytes, as XLA combines sums of gradients."""
+    out: Counts = {}
+    sizes: dict[CollectiveOperator, float] = {}
+    for operator, count in counts.items():
+        if isinstance(operator, CollectiveOperator):
+            any_size = replace(operator, bytes=0)
+            sizes[any_size] = sizes.get(any_size, 0.0) + operator.bytes * count
+        else:
+            out[operator] = count
+    return out | {replace(operator, bytes=round(size)): 1.0 for operator, size in sizes.items() if size}

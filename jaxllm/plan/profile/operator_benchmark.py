@@ -19,11 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.data import Batch
 from jaxllm.models import functional
 from jaxllm.parallel.distributed import ProcessGroup
+from jaxllm.parallel.pipeline.pipeline_step import Pipeline, PipelineStep
+from jaxllm.parallel.pipeline.schedule import Kind, PipelineOp, Schedule
+from jaxllm.parallel.pipeline.stage_layout import STAGE, assign_units
 from jaxllm.plan.profile.operator_profile import OperatorProfile, ProfileDevices
 from jaxllm.plan.profile.operators import (
     REPEATS,
@@ -32,6 +35,7 @@ from jaxllm.plan.profile.operators import (
     ModelPass,
     Operator,
     ParameterUpdate,
+    PipelineTick,
 )
 from jaxllm.train import RunConfig
 from jaxllm.train.objectives.objective_base import CrossEntropyObjective, LossSums
@@ -40,6 +44,8 @@ from jaxllm.train.step.train_state import TrainState
 
 TURNS = 8
 """Collectives one after the other in a program."""
+MICRO_BATCHES = 8
+"""Micro-batches that go through the measured stage of a pipeline."""
 LEAST, MOST = 5, 50
 """Runs of an operator in a round: as many as ``SPAN`` seconds hold, within these."""
 SPAN = 0.2
@@ -65,6 +71,8 @@ def prepared(operator: Operator) -> Runner:
         return _timed(*_collective(operator), TURNS)
     if isinstance(operator, ModelPass):
         return _timed(*_model_pass(operator), REPEATS if operator.of_layers else 1)
+    if isinstance(operator, PipelineTick):
+        return _timed(*_pipeline_ticks(operator), MICRO_BATCHES * (3 if operator.split else 2))
     if isinstance(operator, GradientSum):
         one, other = (jnp.ones(operator.elements, operator.dtype) for _ in range(2))
         return _timed(jax.jit(jnp.add), (one, other), 1)
@@ -166,6 +174,36 @@ def _model_pass(one: ModelPass) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return jax.jit(lambda pull, dy: pull(dy)), (pull, x)
     _, pull = jax.jit(lambda params, x: jax.vjp(functools.partial(layers, params), x))(params, x)
     return jax.jit(lambda pull, dy: pull(dy)), (pull, x)
+
+
+def _pipeline_ticks(one: PipelineTick) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Step of a pipeline of one stage, by its executor, with inputs."""
+    model = functional(one.model)
+    kinds: tuple[Kind, ...] = ("F", "B", "W") if one.split else ("F", "B")
+    order = tuple(PipelineOp(kind, micro, 0) for micro in range(MICRO_BATCHES) for kind in kinds)
+    schedule = Schedule("one stage", 1, MICRO_BATCHES, 1, one.split, False, (order,))
+    depths = assign_units([repeats for _, repeats in one.model.segments], 1)
+    pipeline = Pipeline(model, schedule, depths)
+    params = jax.jit(model.init)(jax.random.key(0))
+    tokens = jnp.zeros((MICRO_BATCHES, one.rows, one.seq_len), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(one.seq_len, dtype=jnp.int32), tokens.shape)
+    arrays: list[Any] = [tokens, tokens, jnp.ones_like(tokens), positions]
+    mesh = Mesh(np.array(jax.local_devices()[:1]), (STAGE,), axis_types=(AxisType.Explicit,))
+    stored = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), params)
+    objective = CrossEntropyObjective()
+
+    def head(ends: Any, hidden: jax.Array, batch: Any) -> LossSums:
+        return objective.from_hidden(model, ends, hidden, batch)
+
+    def run(params: Any, batch: Any) -> Any:
+        total = jnp.asarray(tokens.size, jnp.promote_types(one.model.dtype, jnp.float32))
+        here = jax.sharding.get_abstract_mesh()
+        return PipelineStep(pipeline, here, (STAGE,), stored, head, params, batch, total).run()
+
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names={STAGE}, check_vma=False
+    )
+    return jax.jit(mapped), jax.device_put((params, Batch(*arrays)), NamedSharding(mesh, PartitionSpec()))
 
 
 def _update(one: ParameterUpdate) -> Runner:

@@ -68,6 +68,34 @@ class ModelPass:
 
 
 @dataclass(frozen=True)
+class PipelineTick:
+    """Tick of a pipeline's executor on one device, on average over its operations, with saved activations in slots.
+
+    Attributes:
+        model: the device's model, with the layers of one virtual stage.
+        rows: rows of a micro-batch on the device.
+        seq_len: tokens of a row.
+        split: whether weight gradients are operations of their own.
+    """
+
+    model: DecoderConfig
+    rows: int
+    seq_len: int
+    split: bool
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Name in a profile."""
+        model, kinds = self.model, "F, B, W" if self.split else "F, B"
+        whole = json.dumps(to_dict(model), sort_keys=True)
+        said = "; ".join(map(_of_block, model.pattern))
+        return (
+            f"tick ({kinds}): {self.rows} x {self.seq_len} tokens, width {model.embed_dim}, {model.layers} layers of "
+            f"{said}; remat {model.remat}, vocabulary {model.vocab_size}, {model.dtype} #{_digest(whole)}"
+        )
+
+
+@dataclass(frozen=True)
 class GradientSum:
     """Sum of the gradients of two micro-batches.
 
@@ -142,7 +170,7 @@ class CollectiveOperator:
         return math.prod(self.group[0])
 
 
-Operator = ModelPass | GradientSum | ParameterUpdate | CollectiveOperator
+Operator = ModelPass | PipelineTick | GradientSum | ParameterUpdate | CollectiveOperator
 
 
 def group_of(mesh: MeshSpec, axes: Sequence[str]) -> Group:

@@ -2,19 +2,21 @@
 
 As the executor runs it (``jaxllm.parallel.pipeline.schedule_executor``): in a tick each stage runs one operation, then
 neighbours exchange what any stage sends. Embedding and head are all-gathered over the stages before the first tick;
-gradients are summed after the last.
+gradients are summed after the last. Every tick moves saved activations in and out of their slots, whatever it runs: its
+time is that of a pipeline of one stage, less its passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 
 from jaxllm.parallel.pipeline.schedule_table import KINDS, tabulate
 from jaxllm.plan.formulas.device_work import DeviceWeight
-from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, joined, times
-from jaxllm.plan.profile.operators import GradientSum
+from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, combined, joined, times
+from jaxllm.plan.profile.operators import GradientSum, PipelineTick
 from jaxllm.train import RunConfig
 from jaxllm.train.step.pipelined_loss import pipeline_plan
 from sharding import MeshSpec
@@ -36,6 +38,7 @@ class _PipelinedGraph:
         self.over = ("stage", *self.fsdp)
         self.compute, self.param = run.model.dtype, run.model.param_dtype
         self.stream = graph.work.stream_bytes()
+        self.tick = self._tick()
 
     def built(self) -> StepGraph:
         graph, table = self.graph, tabulate(self.schedule)
@@ -44,9 +47,9 @@ class _PipelinedGraph:
         for tick in range(table.ticks):
             for lane in range(self.stages):
                 kind, virtual = KINDS[table.kind[tick, lane]], int(table.virtual[tick, lane])
-                if kind != "idle":
-                    label = f"{kind} {table.micro[tick, lane]}, virtual stage {virtual}"
-                    graph.add(label, self._operation(kind, virtual), lane)
+                own = {} if kind == "idle" else self._operation(kind, virtual)
+                label = kind if kind == "idle" else f"{kind} {table.micro[tick, lane]}, virtual stage {virtual}"
+                graph.add(label, joined(own, self.tick), lane)
             for does, pairs in ((table.right[tick], table.pairs_right), (table.left[tick], table.pairs_left)):
                 if does:
                     self._exchange(tick, pairs)
@@ -58,6 +61,22 @@ class _PipelinedGraph:
             graph.add("scalars", graph.scalars(), lane, before)
             graph.add("update", graph.update(), lane)
         return graph.built()
+
+    def _tick(self) -> Counts:
+        """Own time of a tick, beside its operation: that of a measured tick less the passes in it."""
+        graph, kinds = self.graph, len(self.schedule.kinds)
+        busiest = self.depths.counts[self.depths.counts.sum(1).argmax()].tolist()
+        g, units = max(enumerate(busiest), key=lambda pair: pair[1])[0], sum(busiest)
+        group = graph.segments[g]
+        model = replace(graph.local, prefix=(), pattern=group, layers=units * len(group))
+        tick = PipelineTick(model, graph.rows, graph.work.row, self.schedule.split)
+        elements = sum(w.used for w in self.layers if w.name.startswith(f"segments/{g}/"))
+        passes = joined(
+            times(joined(graph.layers("forward", g), graph.layers("backward", g)), units),
+            {GradientSum(elements, self.param): units},
+            *(graph.ends(kind) for kind in ("embedding", "embedding gradients", "loss")),
+        )
+        return joined({tick: 1.0}, times(passes, -1 / kinds))
 
     def _exchange(self, tick: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Messages of a tick: a lane that receives waits for what its source has done before."""
@@ -99,7 +118,7 @@ class _PipelinedGraph:
     def _gathered(self) -> Counts:
         """Collectives before the first tick: weights of embedding and head, of layers unless ZeRO-3 gathers them."""
         return joined(
-            self._leaves("all-gather", self.over, self.ends, self.compute),
+            self._of_ends("all-gather", self.compute),
             {} if self.in_place else self._moved(self.compute),
             {} if self.zero == 3 else self._leaves("all-gather", self.fsdp, self.layers, self.compute, stacked=True),
         )
@@ -109,14 +128,20 @@ class _PipelinedGraph:
         late = (
             self._leaves("reduce-scatter", self.fsdp, self.layers, self.param, stacked=True) if self.zero == 1 else {}
         )
-        parts = [self._leaves("reduce-scatter", self.over, self.ends, self.param), late]
+        parts = []
         for weight in (*self.layers, *self.ends):
             axes: tuple[str, ...] = ("data",)
             if weight.stored == weight.used:  # no axis splits it
                 axes = ("data", *self.fsdp) if weight in self.layers else ("data", *self.over)
             size = weight.stored * weight.layers * jnp.dtype(self.param).itemsize
             parts.append(self.graph.sent("all-reduce", axes, size, dtype=self.param))
-        return joined(*parts, {} if self.in_place else self._moved(self.param))
+        ends, moved = self._of_ends("reduce-scatter", self.param), {} if self.in_place else self._moved(self.param)
+        return joined(ends, late, combined(joined(*parts)), moved)
+
+    def _of_ends(self, kind: str, dtype: str) -> Counts:
+        """Collectives of embedding and head over ``fsdp`` and over the stages, one after the other."""
+        part = self._leaves(kind, ("stage",), self.ends, dtype, share=self.graph.sizes.get("fsdp", 1))
+        return joined(part, self._leaves(kind, self.fsdp, self.ends, dtype))
 
     def _moved(self, dtype: str) -> Counts:
         """All-to-all that brings layers to their stages, or their gradients back."""
@@ -130,13 +155,23 @@ class _PipelinedGraph:
         )
 
     def _leaves(
-        self, kind: str, axes: Sequence[str], weights: Iterable[DeviceWeight], dtype: str, *, stacked: bool = False
+        self,
+        kind: str,
+        axes: Sequence[str],
+        weights: Iterable[DeviceWeight],
+        dtype: str,
+        *,
+        stacked: bool = False,
+        share: int = 1,
     ) -> Counts:
-        """Collectives of weights that are split between steps: of one layer, or of the device's layers (stacked)."""
+        """Collectives of weights that are split between steps: of one layer, or of the device's layers (stacked).
+
+        ``share``: devices that the result stays split over.
+        """
         size = jnp.dtype(dtype).itemsize
         return joined(
             *(
-                self.graph.sent(kind, axes, w.used * (w.layers if stacked else 1) * size, dtype=dtype)
+                self.graph.sent(kind, axes, w.used * (w.layers if stacked else 1) * size // share, dtype=dtype)
                 for w in weights
                 if w.stored < w.used
             )

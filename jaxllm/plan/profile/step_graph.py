@@ -2,14 +2,15 @@
 
 Without a pipeline there is one lane, since all devices do the same: micro-batches one after the other, layers in order
 and back. With a pipeline each stage is a lane (``pipelined_graph``). Collectives are those of
-``jaxllm.parallel.collective_traffic``; on GPUs and TPUs those of weights and gradients have a stream of their own.
+``jaxllm.parallel.collective_traffic``; on GPUs and TPUs those of weights and gradients have a stream of their own. XLA
+combines the sums of a layer's gradients; those of embedding and head are counted in equal parts with the layers'.
 """
 
 from __future__ import annotations
 
 from jaxllm.parallel.sharding_table import ExpectedCollective
 from jaxllm.plan.formulas.step_time import WEIGHTS, collectives
-from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, joined, times
+from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, combined, joined, times
 from jaxllm.plan.profile.operators import GradientSum
 from jaxllm.plan.profile.pipelined_graph import pipelined_graph
 from jaxllm.plan.profile.task_replay import Stream
@@ -83,7 +84,7 @@ def step_graph(run: RunConfig, mesh: MeshSpec, platform: str) -> StepGraph:
             whole = run.parallel.zero == 1
             elements = sum((w.used if whole else w.stored) * w.layers for w in graph.work.weights)
             graph.add(f"sum of gradients {micro}", {GradientSum(elements, run.model.param_dtype): 1.0})
-    graph.add("gradients", joined(sent["end"], graph.scalars()), needs=set(graph.last.values()))
+    graph.add("gradients", joined(combined(sent["end"]), graph.scalars()), needs=set(graph.last.values()))
     graph.add("update", graph.update())
     return graph.built()
 
@@ -106,7 +107,7 @@ def _micro_batch(graph: GraphBuilder, micro: int, sent: dict[str, Counts]) -> No
     graph.add(f"loss {micro}", joined(graph.ends("loss"), sent["loss"]))
     for number, segment in reversed([*enumerate(order)]):
         done = layer("backward", number, segment)
-        sums = times(sent["gradients"], len(graph.segments[segment]))
+        sums = combined(times(sent["gradients"], len(graph.segments[segment])))
         graph.add(f"gradients {micro}, layer {number}", sums, needs={done}, stream=stream)
     graph.add(f"embedding gradients {micro}", graph.ends("embedding gradients"))
 

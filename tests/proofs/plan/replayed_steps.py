@@ -84,6 +84,7 @@ def compared(run: RunConfig, out: Path) -> dict[str, tuple[float, float]]:
     took = {mesh: median(times) for mesh, times in json.loads((out / "steps.json").read_text()).items()}
     runs = [dataclasses.replace(run, mesh=mesh) for mesh in took]
     found = ranked_layouts([(one, described_mesh(one, PROCESSES)) for one in runs], read_profile(out / "profile.json"))
+    assert not (refused := [one.refusal for one in found if one.replay is None]), refused
     return {one.run.mesh: (took[one.run.mesh], one.replay.seconds) for one in found if one.replay is not None}
 
 
