@@ -63,12 +63,12 @@ def trained(run: RunConfig, seed: int, first: Any = None) -> tuple[TrainState, l
     """The state after all steps, and each step's metrics; a seed draws the same parameters and data for every run.
 
     Args:
-        first: parameters to begin from; None: drawn ones.
+        first: parameters to begin from, which are copied: steps donate theirs; None: drawn ones.
     """
     transform, step = stepper(run)
     if first is None:
         first = quick.params(dataclasses.replace(run.model, param_dtype="float32"), seed, scale=0.15)
-    params = jax.tree.map(lambda x: jnp.asarray(x, run.model.param_dtype), first)
+    params = jax.tree.map(lambda x: jnp.array(x, run.model.param_dtype), first)
     extras = {name: init(params) for name, init in link_states(step_links(run)).items()}
     state = TrainState(params, transform.init(params), jnp.int32(0), jax.random.key(seed), extras)
     rng, said = np.random.default_rng(seed), []
