@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import jax
@@ -49,6 +49,9 @@ MICRO_BATCHES = 8
 LEAST, MOST = 5, 50
 """Runs of an operator in a round: as many as ``SPAN`` seconds hold, within these."""
 SPAN = 0.2
+"""Seconds of runs in a round, at least."""
+ROUNDS = 3
+"""Rounds of an operator of a profile."""
 
 Runner = Callable[[], float]
 """Runs an operator once and returns its seconds."""
@@ -80,22 +83,26 @@ def prepared(operator: Operator) -> Runner:
 
 
 def measured(runners: Sequence[Runner], group: ProcessGroup, rounds: int = 1) -> list[float]:
-    """Seconds of operators: of all runs of a process the median, of all processes the mean.
+    """Seconds of operators: the median over rounds of the mean of a round's runs, and the mean of all processes.
+
+    Not the median of single runs: processes on one processor take turns of milliseconds, so that most runs of a short
+    operator are not interrupted, and others wait for several.
 
     Args:
         runners: the operators.
         group: processes, which all call it with the same operators.
         rounds: turns of all operators one after the other.
     """
-    runs: list[list[float]] = [[] for _ in runners]
+    means_of: list[list[float]] = [[] for _ in runners]
     for _ in range(rounds):
-        for runner, times in zip(runners, runs, strict=True):
+        for runner, times in zip(runners, means_of, strict=True):
             group.barrier("operator")  # compiled in all processes: collectives wait for each other half a minute
             runner()
             took = runner()
             count = str(min(MOST, max(LEAST, math.ceil(SPAN / max(took, 1e-9)))))
-            times.extend(runner() for _ in range(int(group.broadcast("runs of an operator", count))))
-    own = json.dumps([median(times) for times in runs])
+            runs_now = int(group.broadcast("runs of an operator", count))
+            times.append(mean(runner() for _ in range(runs_now)))
+    own = json.dumps([median(times) for times in means_of])
     said = [json.loads(text) for text in group.gather("operators", own)]
     means = json.dumps(np.mean(said, 0).tolist()) if group.is_leader else ""
     return json.loads(group.broadcast("times of operators", means))
@@ -120,7 +127,7 @@ def measure_profile(
     missing = profile.missing(operators)
     for number, operator in enumerate(missing, 1):
         tell(f"{number} of {len(missing)}: {operator.key}")
-        (seconds,) = measured([prepared(operator)], group)
+        (seconds,) = measured([prepared(operator)], group, ROUNDS)
         profile = profile.with_times({operator.key: seconds}, datetime.date.today().isoformat())
         keep(profile)
     return profile
