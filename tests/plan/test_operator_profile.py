@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxllm import cli
-from jaxllm.data import DataConfig
+from jaxllm.compiler import hlo, program_walker
+from jaxllm.compiler.replica_groups import Placement
+from jaxllm.data import Batch, DataConfig
 from jaxllm.files import DataError
 from jaxllm.models import AttentionConfig, BlockConfig, DecoderConfig, MlpConfig
 from jaxllm.parallel.distributed import ProcessGroup
@@ -36,6 +42,10 @@ from jaxllm.plan.profile.step_graph import step_graph
 from jaxllm.plan.profile.step_prediction import beside, legal_layouts, predict_step, ranked_layouts
 from jaxllm.plan.profile.task_replay import TimedTask, replay
 from jaxllm.train import RunConfig
+from jaxllm.train.run import build_value_and_grad, run_mesh
+from jaxllm.train.run_model import run_model
+from jaxllm.train.step.step_builder import build_optimizer, build_step, run_state
+from jaxllm.train.step.training_step import jit_step
 from sharding import MeshSpec
 
 BLOCK = BlockConfig(AttentionConfig(heads=4, kv_heads=2, head_dim=8), MlpConfig(hidden=64))
@@ -82,7 +92,9 @@ def test_a_plain_step_has_each_pass_of_each_layer_and_micro_batch():
     assert (block.attention.heads, block.attention.kv_heads, block.mlp.hidden) == (2, 1, 32)
     assert (one.rows, one.seq_len) == (2, 16)
     over = {own.group for own in graph.operators if isinstance(own, CollectiveOperator)}
-    assert over == {((2, 1),), ((2, 2),), ((4, 1),)}  # tensor, data, both
+    assert over == {((2, 1),), ((2, 2),)}  # tensor, data
+    on_gpus = graph_of("data=2,tensor=2", "gpu").operators
+    assert ((4, 1),) in {own.group for own in on_gpus if isinstance(own, CollectiveOperator)}  # both, of all norms
 
 
 def test_a_collective_has_the_devices_of_its_axes():
@@ -91,6 +103,61 @@ def test_a_collective_has_the_devices_of_its_axes():
     assert group_of(mesh, ["data", "fsdp"]) == ((6, 4),)
     assert group_of(mesh, ["tensor", "data"]) == ((2, 12), (4, 1))
     assert group_of(mesh, ["stage"]) == ()
+
+
+@pytest.mark.drawn(0.1)
+@pytest.mark.parametrize("mesh", ["data=4", "fsdp=4", "tensor=4", "data=2,fsdp=2", "data=2,tensor=2", "stage=2,data=2"])
+def test_messages_between_cpus_are_those_of_the_compiled_step(mesh):
+    """All-reduces of a step: as many bytes in as many arrays as the compiled program names, those of one number too.
+
+    Over ``data`` and ``fsdp`` the program sums the gains of nine norms once, and the graph over one axis after the
+    other: four times nine messages more.
+    """
+    run = dataclasses.replace(RUN, mesh=mesh)
+    model = run_model(run)
+    devices = run_mesh(run, model, jax.devices()[:4])
+    optimizer = build_optimizer(run, model)
+    state = run_state(run, model, optimizer, devices)
+    shape = (16, 16)
+    where = jax.NamedSharding(devices, model.rules.spec(("batch", "seq"), devices, shape, what="batch"))
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+    with jax.set_mesh(devices):
+        step = jit_step(build_step(run, model, build_value_and_grad(run, model, devices), optimizer), state)
+        text = step.lower(state, Batch(tokens, tokens, tokens, tokens)).compile().as_text()  # type: ignore[attr-defined]
+    compiled = counted(sums_of(text, Placement.of(devices)))
+    operators = [each for task in graph_of(mesh).tasks if task.lane == 0 for each in task.operators]
+    said = counted((one.bytes, times) for one, times in operators if is_sent("all-reduce")(one))
+    gains = {"messages": 36, "bytes": 36 * 4 * 16} if mesh == "data=2,fsdp=2" else {"messages": 0, "bytes": 0}
+    assert said == {kind: compiled[kind] + more for kind, more in gains.items()}
+
+
+def sums_of(text, placement):
+    """Bytes of each array of the all-reduces of a compiled program, and how often it is sent."""
+    module = hlo.parse(text)
+    named = {name: one for part in module.computations.values() for name, one in part.instructions.items()}
+
+    def inside(steps, times):
+        for step in steps:
+            if isinstance(step, program_walker.Loop):
+                yield from inside(step.steps, times * step.turns)
+            elif isinstance(step, program_walker.Start):
+                yield from ((step.name, times) for one in step.what if is_sum(one))
+
+    def is_sum(one):
+        return isinstance(one, program_walker.Exchange) and (one.kind == "all-reduce" or one.summed)
+
+    for name, times in inside(program_walker.read(text, placement).steps, 1):
+        for sizes in re.findall(r"[fs]32\[([\d,]*)\]", named[name].shape):
+            yield 4 * math.prod(map(int, filter(None, sizes.split(",")))), times
+
+
+def counted(arrays):
+    """Messages and their bytes."""
+    arrays = list(arrays)
+    return {
+        "messages": round(sum(times for _, times in arrays)),
+        "bytes": sum(size * times for size, times in arrays),
+    }
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jaxllm.plan.formulas.device_work import DeviceWork
+from jaxllm.plan.profile.cpu_messages import CpuMessages, last_messages, loss_messages, softmax_messages
 from jaxllm.plan.profile.operators import (
     CollectiveOperator,
     ModelPass,
@@ -70,6 +71,7 @@ class GraphBuilder:
     Attributes:
         sizes: mesh axes of more than one device.
         work: of a device.
+        sends_each: whether each array of a collective is a message of its own, see ``cpu_messages``.
         tasks: so far.
         last: last task of each stream of a lane.
     """
@@ -78,6 +80,7 @@ class GraphBuilder:
         self.run, self.mesh, self.platform = run, mesh, platform
         self.sizes = {name: size for name, size in mesh.axes if size > 1}
         self.work = DeviceWork.of(run, mesh)
+        self.sends_each = platform == "cpu"
         self.local = device_model(run.model, self.sizes.get("tensor", 1))
         self.rows = self.work.tokens // self.work.row
         self.segments = [group for group, _ in self.local.segments]
@@ -133,9 +136,28 @@ class GraphBuilder:
         shapes = tuple(weight.shape for weight in self.work.weights)
         return {ParameterUpdate(self.run.model, self.run.optim, self.run.steps, shapes): 1.0}
 
+    def combined(self, counts: Counts) -> Counts:
+        """Sums of gradients: those of one kind over the same devices are one where the network sends them as one."""
+        return counts if self.sends_each else combined(counts)
+
+    def loss_sums(self) -> Counts:
+        """Sums of a loss; accelerators send them with other sums."""
+        return self._messages([loss_messages(self.mesh)]) if self.sends_each else {}
+
+    def softmax(self) -> Counts:
+        """Sums of the softmax over a vocabulary that ``tensor`` splits."""
+        if self.sends_each:
+            return self._messages([softmax_messages(self.work)])
+        return self.sent("all-reduce", ("tensor",), 3 * 4 * self.work.tokens, dtype="float32")
+
     def scalars(self) -> Counts:
-        """All-reduces of single numbers over all devices."""
+        """All-reduces of single numbers at the end of a step."""
+        if self.sends_each:
+            return self._messages(last_messages(self.run, self.mesh))
         return self.sent("all-reduce", list(self.sizes), 4, SCALARS, "float32")
+
+    def _messages(self, messages: Iterable[CpuMessages]) -> Counts:
+        return joined(*(self.sent("all-reduce", one.axes, one.bytes, one.count, "float32") for one in messages))
 
 
 def times(counts: Counts, factor: float) -> Counts:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxllm.parallel.pipeline.schedule_table import KINDS, tabulate
 from jaxllm.plan.formulas.device_work import DeviceWeight
-from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, combined, joined, times
+from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, joined, times
 from jaxllm.plan.profile.operators import GradientSum, PipelineTick
 from jaxllm.train import RunConfig
 from jaxllm.train.step.pipelined_loss import pipeline_plan
@@ -92,8 +92,7 @@ class _PipelinedGraph:
         if kind == "F" and virtual == 0:
             parts += [graph.ends("embedding"), graph.sent("all-reduce", ("tensor",), self.stream)]
         if kind == "F" and virtual == len(self.depths.counts) - 1:
-            softmax = graph.sent("all-reduce", ("tensor",), 3 * 4 * graph.work.tokens, dtype="float32")
-            parts += [graph.ends("loss"), graph.sent("all-reduce", ("tensor",), self.stream), softmax]
+            parts += [graph.ends("loss"), graph.sent("all-reduce", ("tensor",), self.stream), graph.softmax()]
         if kind == "B" and virtual == 0:
             parts.append(graph.ends("embedding gradients"))
         return joined(*parts)
@@ -136,7 +135,7 @@ class _PipelinedGraph:
             size = weight.stored * weight.layers * jnp.dtype(self.param).itemsize
             parts.append(self.graph.sent("all-reduce", axes, size, dtype=self.param))
         ends, moved = self._of_ends("reduce-scatter", self.param), {} if self.in_place else self._moved(self.param)
-        return joined(ends, late, combined(joined(*parts)), moved)
+        return joined(ends, late, self.graph.combined(joined(*parts)), self.graph.loss_sums(), moved)
 
     def _of_ends(self, kind: str, dtype: str) -> Counts:
         """Collectives of embedding and head over ``fsdp`` and over the stages, one after the other."""

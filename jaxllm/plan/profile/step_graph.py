@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from jaxllm.parallel.sharding_table import ExpectedCollective
 from jaxllm.plan.formulas.step_time import WEIGHTS, collectives
-from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, combined, joined, times
+from jaxllm.plan.profile.graph_builder import Counts, GraphBuilder, StepGraph, joined, times
 from jaxllm.plan.profile.operators import GradientSum
 from jaxllm.plan.profile.pipelined_graph import pipelined_graph
 from jaxllm.plan.profile.task_replay import Stream
@@ -19,7 +19,8 @@ from sharding import MeshSpec
 
 AXES = ("data", "fsdp", "tensor", "stage")
 """Mesh axes whose layouts have operators."""
-PLACES = ("start", "forward weights", "forward", "loss", "backward weights", "backward", "gradients", "end")
+SUMS = ("gradients", "end")
+PLACES = ("start", "forward weights", "forward", "loss", "backward weights", "backward", *SUMS)
 """Places of collectives in a step without a pipeline: its start and end, and per layer and micro-batch the others."""
 
 
@@ -75,8 +76,12 @@ def step_graph(run: RunConfig, mesh: MeshSpec, platform: str) -> StepGraph:
     graph = GraphBuilder(run, mesh, platform)
     sent: dict[str, Counts] = {place: {} for place in PLACES}
     for one in collectives(run, mesh):
+        if one.why == "softmax over the vocabulary":
+            sent["loss"] = joined(sent["loss"], graph.softmax())
+            continue
         for place, count in _places(run, one):
-            sent[place] = joined(sent[place], graph.sent(one.kind, one.axes, one.bytes, count))
+            kind = "all-reduce" if graph.sends_each and place in SUMS else one.kind  # of which a CPU takes its part
+            sent[place] = joined(sent[place], graph.sent(kind, one.axes, one.bytes, count))
     graph.add("weights", sent["start"])
     for micro in range(run.accumulate):
         _micro_batch(graph, micro, sent)
@@ -84,7 +89,7 @@ def step_graph(run: RunConfig, mesh: MeshSpec, platform: str) -> StepGraph:
             whole = run.parallel.zero == 1
             elements = sum((w.used if whole else w.stored) * w.layers for w in graph.work.weights)
             graph.add(f"sum of gradients {micro}", {GradientSum(elements, run.model.param_dtype): 1.0})
-    graph.add("gradients", joined(combined(sent["end"]), graph.scalars()), needs=set(graph.last.values()))
+    graph.add("gradients", joined(graph.combined(sent["end"]), graph.scalars()), needs=set(graph.last.values()))
     graph.add("update", graph.update())
     return graph.built()
 
@@ -104,10 +109,10 @@ def _micro_batch(graph: GraphBuilder, micro: int, sent: dict[str, Counts]) -> No
     graph.add(f"embedding {micro}", graph.ends("embedding"))
     for number, segment in enumerate(order):
         layer("forward", number, segment)
-    graph.add(f"loss {micro}", joined(graph.ends("loss"), sent["loss"]))
+    graph.add(f"loss {micro}", joined(graph.ends("loss"), graph.loss_sums(), sent["loss"]))
     for number, segment in reversed([*enumerate(order)]):
         done = layer("backward", number, segment)
-        sums = combined(times(sent["gradients"], len(graph.segments[segment])))
+        sums = graph.combined(times(sent["gradients"], len(graph.segments[segment])))
         graph.add(f"gradients {micro}, layer {number}", sums, needs={done}, stream=stream)
     graph.add(f"embedding gradients {micro}", graph.ends("embedding gradients"))
 
@@ -125,6 +130,6 @@ def _places(run: RunConfig, one: ExpectedCollective) -> list[tuple[str, float]]:
         return [("end", one.count)] if zero == 1 else [("gradients", each)]
     if one.why == "activations":  # two sums in a layer's forward pass, the others behind it
         return [("forward", 2.0), ("backward", each - 2)]
-    if one.why in ("softmax over the vocabulary", "embedding; loss, backward"):
+    if one.why == "embedding; loss, backward":
         return [("loss", one.count / run.accumulate)]
     raise NotImplementedError(f"profile: collectives of {one.why} have no place in the step yet.")
