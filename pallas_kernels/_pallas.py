@@ -18,18 +18,19 @@ MASK_VALUE = -0.5 * float(np.finfo(np.float32).max)
 """Finite stand-in for minus infinity in float32 masks, small enough that the difference of two stays finite."""
 
 
-def check_supported(name: str, **arrays: Array) -> None:
+def check_supported(name: str, dtypes: tuple[str, ...] = ("bfloat16", "float32"), /, **arrays: Array) -> None:
     """Raises for arguments that no Pallas kernel in this package supports.
 
     Args:
-        name: the implementation, "pallas_tpu" or "pallas_gpu".
+        name: the implementation, such as "pallas_tpu" or "mosaic_gpu"; its platform is behind the underscore.
+        dtypes: of which all arrays must have one.
         arrays: the array operands by name, for messages.
 
     Raises:
         NotImplementedError: the program is not traced for such a device and not interpreted, the mesh has explicit
-            axes outside ``jax.shard_map``, the dtypes are not all bfloat16 or all float32, or an array is empty.
+            axes outside ``jax.shard_map``, the arrays do not all have one of ``dtypes``, or an array is empty.
     """
-    platform, here = name.removeprefix("pallas_"), target_device()
+    platform, here = name.rpartition("_")[2], target_device()
     if here.platform != platform and not is_interpreting():
         raise NotImplementedError(
             f"{name} needs a {platform.upper()}, not {here.kind}; to check values on another device, trace it inside "
@@ -40,9 +41,10 @@ def check_supported(name: str, **arrays: Array) -> None:
             f"{name} must be called inside a jax.shard_map that is manual over {', '.join(axes)}."
         )
     named = ", ".join(f"{what} {x.dtype}{list(x.shape)}" for what, x in arrays.items())
-    dtypes = {x.dtype for x in arrays.values()}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:
-        raise NotImplementedError(f"{name} takes arrays all in bfloat16 or all in float32, not {named}.")
+    found = {str(x.dtype) for x in arrays.values()}
+    if len(found) > 1 or not found <= set(dtypes):
+        legal = " or ".join(f"all in {dtype}" for dtype in dtypes)
+        raise NotImplementedError(f"{name} takes arrays {legal}, not {named}.")
     if any(0 in x.shape for x in arrays.values()):
         raise NotImplementedError(f"{name} takes no empty arrays: {named}.")
 

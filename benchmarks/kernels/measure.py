@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxllm.compiler.device_peaks import peak_of
 from jaxllm.tune.timing import difference, seconds
 from pallas_kernels._compat import target_device
+from pallas_kernels._mosaic_gpu import HOPPER
 
 PARTS = ("forward", "backward")
 
@@ -70,6 +71,12 @@ class Work:
 def ours() -> tuple[str, ...]:
     """Names of our implementations that are made for this platform."""
     return ("xla", *{"tpu": ("pallas_tpu",), "gpu": ("pallas_gpu",)}.get(target_device().platform, ()))
+
+
+def hopper() -> tuple[str, ...]:
+    """Name of the Mosaic-GPU kernels where this device has wgmma: a contender beside ``ours``."""
+    here = target_device()
+    return ("mosaic_gpu",) if here.platform == "gpu" and HOPPER.search(here.kind) else ()
 
 
 def peaks() -> tuple[float, float]:

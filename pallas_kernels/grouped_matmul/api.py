@@ -28,9 +28,16 @@ def _pallas_gpu(*args: Any) -> Array:
     return grouped_matmul_pallas_gpu(*args)
 
 
+def _mosaic_gpu(*args: Any) -> Array:
+    from pallas_kernels.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
+
+    return grouped_matmul_mosaic_gpu(*args)
+
+
 IMPLEMENTATIONS = {
     "pallas_tpu": _pallas_tpu,
     "pallas_gpu": _pallas_gpu,
+    "mosaic_gpu": _mosaic_gpu,
     "xla": grouped_matmul_xla,
     "ragged_dot": grouped_matmul_ragged_dot,
     "reference": grouped_matmul_reference,
@@ -53,8 +60,8 @@ def grouped_matmul(
         lhs: rows sorted by group.
         rhs: one matrix per group.
         group_sizes: rows of each group, not negative; their sum is at most M. Data-dependent (known at run time).
-        implementation: "pallas_tpu", "pallas_gpu", "xla", "ragged_dot" (``jax.lax.ragged_dot``) or "reference"; see
-            ``pallas_kernels._dispatch``.
+        implementation: "pallas_tpu", "pallas_gpu", "mosaic_gpu", "xla", "ragged_dot" (``jax.lax.ragged_dot``) or
+            "reference"; see ``pallas_kernels._dispatch``.
 
     Returns:
         The result in ``lhs.dtype``, accumulated in at least float32. Differentiable in lhs and rhs.

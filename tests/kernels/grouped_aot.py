@@ -49,14 +49,17 @@ SHAPES = {
 CELLS = tuple((shape, topology) for shape in SHAPES for topology in TOPOLOGIES)
 
 
-def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
-    """In a child process: compiles a ``Shape``; bytes of arguments and results, and of temporaries, of one device."""
+def compile_on(topology: Topology, shape: dict[str, Any], implementation: str = "") -> dict[str, float]:
+    """In a child process: compiles a ``Shape``; bytes of arguments and results, and of temporaries, of one device.
+
+    Without a name, the implementation is the platform's ``pallas`` kernel.
+    """
     from jaxllm.compiler import aot
 
     x, n = Shape(**shape), topology.num_devices
     mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Explicit,), devices=topology.devices())
     rows = NamedSharding(mesh, P("data"))
-    implementation = f"pallas_{topology.platform}"
+    implementation = implementation or f"pallas_{topology.platform}"
 
     def array(first: int, *rest: int, dtype: str = x.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((first * n, *rest), dtype, sharding=rows)
