@@ -428,8 +428,55 @@ def take(table: Array, ids: Array, out: LogicalAxes, what: str = "embedding") ->
     there = current_rules().spec(out, mesh, what=what)
     # Each device looks up the rows that it has, for all tokens; only then may the axis of the rows split the tokens.
     rows = mesh_axes_of(jax.typeof(table).sharding.spec.partitions[:1])
-    found = table.at[ids].get(out_sharding=without_axes(there, rows))
+    first = without_axes(there, rows)
+    if rows and mesh_axes_of(first.partitions[: ids.ndim]) and AxisType.Manual in mesh.axis_types:
+        found = _masked_take(table, ids, first)
+    else:
+        found = table.at[ids].get(out_sharding=first)
     return jax.sharding.reshard(found, there)
+
+
+def _masked_take(table: Array, ids: Array, there: PartitionSpec) -> Array:
+    """Lookup of each device's own rows of a table, with zeros for other rows, added over the devices that split rows.
+
+    For partly manual programs. It communicates what the compiler's lookup does: the found rows are summed, and their
+    gradient is all-gathered over the tokens. XLA of jax 0.12.0.1 aborts (``ExpandDeviceGroupsWithIota``) when it
+    partitions a lookup there whose table and tokens are split over different axes.
+
+    Args:
+        there: partition spec of the result, without the axes that split the table's rows.
+    """
+    first, *columns = stored = jax.typeof(table).sharding.spec.partitions
+    mesh = jax.sharding.get_abstract_mesh()
+    height = table.shape[0] // math.prod(mesh.shape[axis] for axis in mesh_axes_of([first]))  # rows of a device
+    tokens = without_axes(jax.P(*there.partitions[: ids.ndim]), mesh_axes_of(stored))
+    everywhere, width, names = (None,) * ids.ndim, (None,) * len(columns), set(split_sizes(mesh))
+
+    def own_rows(ids: Array) -> tuple[Array, Array]:
+        rows = ids - jax.lax.axis_index(first) * height
+        return rows, (rows >= 0) & (rows < height)
+
+    def look_up(table: Array, ids: Array) -> Array:
+        rows, own = own_rows(ids)
+        return jax.lax.psum(jnp.where(own[..., *width], table[jnp.where(own, rows, 0)], 0), first)
+
+    def add_up(ids: Array, grads: Array) -> Array:
+        rows, own = own_rows(ids)
+        zeros = jnp.zeros((height, *grads.shape[ids.ndim :]), grads.dtype)
+        return zeros.at[jnp.where(own, rows, height)].add(grads, mode="drop")
+
+    @jax.custom_vjp
+    def run(table: Array, ids: Array) -> Array:
+        specs, out = (jax.P(*stored), tokens), jax.P(*tokens, *columns)
+        return jax.shard_map(look_up, in_specs=specs, out_specs=out, axis_names=names)(table, ids)
+
+    def backward(ids: Array, grads: Array) -> tuple[Array, None]:
+        specs = jax.P(*everywhere), jax.P(*everywhere, *columns)
+        moved = jax.sharding.reshard(ids, specs[0]), jax.sharding.reshard(grads, specs[1])
+        return jax.shard_map(add_up, in_specs=specs, out_specs=jax.P(*stored), axis_names=names)(*moved), None
+
+    run.defvjp(lambda table, ids: (run(table, ids), ids), backward)
+    return jax.sharding.reshard(run(table, jax.sharding.reshard(ids, tokens)), there)
 
 
 def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, what: str = "weight") -> Array:

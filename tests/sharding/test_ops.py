@@ -100,6 +100,41 @@ def test_take_from_a_table_split_over_its_rows(rng):
     np.testing.assert_array_equal(got, table[ids])
 
 
+@pytest.mark.parametrize(
+    ("on", "manual"),
+    [
+        ("data=2,fsdp=2,tensor=2", ("data",)),
+        ("data=2,context=2,tensor=2", ("data",)),
+        ("fsdp=2,context=2,tensor=2", ("fsdp",)),
+        ("data=2,fsdp=2,tensor=2", ("data", "fsdp")),
+    ],
+)
+def test_take_in_a_partly_manual_program(rng, on, manual):
+    """Value and gradient of lookups at which XLA of jax 0.12 aborted: tokens and table split over different axes."""
+    table, ids = rng.normal(size=(16, 4)).astype(np.float32), rng.integers(0, 16, (8, 6))
+    weights = rng.normal(size=(8, 6, 4)).astype(np.float32)
+
+    def here(table, ids, weights):
+        def weighted(table):
+            found = sharding.take(table, ids, out=("batch", "seq", "act_embed"))
+            return jnp.sum(found * jax.sharding.reshard(weights, jax.typeof(found).sharding.spec)), found
+
+        (_, found), grad = jax.value_and_grad(weighted, has_aux=True)(jax.sharding.reshard(table, P("tensor", None)))
+        assert jax.typeof(grad).sharding.spec == P("tensor", None)
+        return jax.sharding.reshard(found, P()), jax.lax.psum(jax.sharding.reshard(grad, P()), manual)
+
+    with jax.set_mesh(mesh(on)):
+        rows = P(manual)
+        run = jax.shard_map(
+            here, in_specs=(P(), rows, rows), out_specs=(rows, P()), axis_names=set(manual), check_vma=False
+        )
+        found, grad = jax.jit(run)(put(table, mesh(on)), put(ids, mesh(on), manual), put(weights, mesh(on), manual))
+    np.testing.assert_array_equal(found, table[ids])
+    want = np.zeros_like(table)
+    np.add.at(want, ids, weights)
+    np.testing.assert_allclose(grad, want, rtol=0, atol=1e-5)
+
+
 def test_constrain_checks_sizes_by_name():
     with (
         jax.set_mesh(mesh("tensor=4")),
