@@ -94,9 +94,21 @@ def test_layers_of_fsdp_gather_weights_and_send_no_activations():
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_costs_of_layers_add_up_to_the_step(mesh):
+def test_working_memory_is_that_of_the_kind_of_layers_that_needs_most(mesh):
+    both, dense = run_on(mesh, mixtures=True), run_on(mesh)
+    mixtures = dataclasses.replace(both, model=dataclasses.replace(both.model, prefix=()))
+    dense = dataclasses.replace(both, model=dataclasses.replace(both.model, prefix=(), pattern=dense.model.pattern))
+    for on in ("v6e:2x4", "h100:1x8"):
+        found = [predict(run, on).memory.working for run in (both, dense, mixtures)]
+        assert found[0] == max(found[1:])
+        assert found[1] != found[2]
+
+
+@pytest.mark.parametrize("on", ["v6e:2x4", "h100:1x8"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_costs_of_layers_add_up_to_the_step(mesh, on):
     draw = random.Random(mesh)
-    cluster = Cluster.parse("v6e:2x4")
+    cluster = Cluster.parse(on)
     for accumulate in (1, 2):
         run = dataclasses.replace(run_on(mesh, mixtures=True), accumulate=accumulate)
         costs = LayerCosts(run, MeshSpec.parse(mesh), cluster, DEFAULT)
@@ -108,7 +120,7 @@ def test_costs_of_layers_add_up_to_the_step(mesh):
             layouts = ["", *(choice.layout for choice in plan), ""]
             parts += [costs.change(a, b) for a, b in itertools.pairwise(layouts)]
             used = [frozenset(choice.layout for choice in own) for own in (plan[:4], plan[4:])]
-            found = predict(layer_search.with_choices(run, plan))
+            found = predict(layer_search.with_choices(run, plan), on)
             assert seconds + seconds_of(parts) == pytest.approx(found.time.seconds, rel=1e-9)
             kept = sum(cost.kept for cost in parts) * costs.turns
             assert taken + kept + costs.working(used) == pytest.approx(found.memory.total, abs=4)

@@ -41,7 +41,8 @@ class ChoiceCost(NamedTuple):
         base: seconds that count in full.
         gathers: seconds of all-gathers of weights, less those of compute that they overlap with.
         ring: seconds of ring transfers, less those of attention that they overlap with.
-        kept: bytes of saved activations.
+        kept: bytes of saved activations of a micro-batch; stacks of experts' weights (``memory_estimate.stack_bytes``)
+            are among them, over ``LayerCosts.turns``.
     """
 
     base: float
@@ -133,6 +134,7 @@ class LayerCosts:
             rates = time.DeviceRates(self.cluster.hardware, platform, calibration, part.width, precision)
             layers, kept = time.layer_seconds(part, rates), memory.kept_bytes(part)
             took = 2 * micro * rates.stream(kept)
+            kept += memory.stack_bytes(part, self.cluster.topology) / self.turns
         all_sent = [time.in_micro_batches(one, micro, run.parallel.zero) for one in sent]
         rooms = {"weights": 0.0, "ring": 0.0, "none": 0.0}
         for (key, _), seconds in time.sent_seconds(all_sent, work, self.cluster, calibration).items():

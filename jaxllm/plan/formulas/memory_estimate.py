@@ -36,13 +36,17 @@ from sharding.topology import Topology
 class BufferCopies:
     """Copies of each array that a compiled program holds at its memory peak, in the backward pass of a layer.
 
-    These are the only fitted values of the estimate, fitted to the 24 programs of the proofs ``pods`` and a few more
-    (docs/train/plan.md). They reflect XLA's schedules, which differ between platforms: no formula gives them.
+    These are the only fitted values of the estimate, fitted to the 24 programs of the proofs ``pods`` and a few more,
+    those of experts also to mixtures with layouts by layer (docs/train/plan.md). They reflect XLA's schedules, which
+    differ between platforms: no formula gives them.
 
     Attributes:
         heads: gathered output heads (or embeddings) and their gradients; without tensor parallelism.
         heads_split: likewise with tensor parallelism.
         weights: one layer's gathered weights and their gradients (ZeRO-3, pipelines).
+        expert_weights: likewise, of its experts.
+        expert_stacks: stored weights of the experts of all layers, which compilers cast or transpose before the loop
+            over layers, and of their gradients; GPU compilers where weights are all-gathered (ZeRO-3, pipelines).
         inner: a layer's inner activations: heads and MLP width.
         streams: residual streams over the whole sequence; without tensor parallelism.
         streams_split: likewise with tensor parallelism, where shards of the sequence are all-gathered.
@@ -61,6 +65,8 @@ class BufferCopies:
     heads: float
     heads_split: float
     weights: float
+    expert_weights: float
+    expert_stacks: float
     inner: float
     streams: float
     streams_split: float
@@ -76,9 +82,9 @@ class BufferCopies:
 
 
 COPIES = {
-    "tpu": BufferCopies(0.0, 0.0, 3.0, 2.0, 2.0, 13.5, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
-    "tpu7x": BufferCopies(1.0, 3.0, 3.0, 3.5, 4.0, 10.0, 0.0, 4.4, 7.4, 9.0, 23.0, 2.0, False, 2.0, 1),
-    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.0, 0.0, 0.0, 10.0, 0.7, 7.9, 0.0, 0.0, 2.0, True, 1.0, 2),
+    "tpu": BufferCopies(0.0, 0.0, 3.0, 5.5, 1.9, 2.0, 2.0, 13.5, 0.0, 3.8, 0.8, 3.8, 0.8, 2.0, False, 2.0, 1),
+    "tpu7x": BufferCopies(1.0, 3.0, 3.0, 5.5, 1.9, 3.5, 4.0, 10.0, 0.0, 3.8, 0.8, 3.8, 0.8, 2.0, False, 2.0, 1),
+    "gpu": BufferCopies(2.4, 3.0, 0.8, 2.5, 1.3, 2.0, 0.0, 0.0, 10.0, 0.0, 5.7, 2.5, 0.3, 2.0, True, 1.0, 2),
 }
 """Buffer copies by platform; those of a TPU7x differ, where the bounds of fusions are left out
 (``jaxllm.models.tpu_layout``)."""
@@ -99,7 +105,7 @@ class MemoryEstimate:
             state, of the device that holds most.
         batch: token ids and the arrays that go with them.
         gradients: gradients as stored, or accumulated over micro-batches.
-        weights: gathered weights.
+        weights: gathered weights, and stacks of experts' weights (``BufferCopies.expert_stacks``).
         activations: activations saved for the backward pass.
         working: peak working memory of a layer, or of the loss.
         host: bytes offloaded to host memory: activations, optimizer state, parameters; not part of the device's total.
@@ -165,7 +171,7 @@ def predict_work(work: DeviceWork, topology: Topology) -> MemoryEstimate:
         state - away[1] + average_bytes(run, parameters),
         4 * 4 * work.tokens * work.micro_batches,
         round(sums * _gradients(work)) + _ends(work),
-        _gathered(work),
+        _gathered(work) + round(sum(stack_bytes(part, topology) for part in work.alike)),
         kept * at_once,
         round(_working(work, topology) + rows * sum(away)),
         host + sum(away),
@@ -339,6 +345,23 @@ def _gathered(work: DeviceWork) -> int:
     return sum(w.layers * w.used for w in work.weights if w.matrix) * work.width
 
 
+def _gathers_layers(work: DeviceWork) -> bool:
+    """Whether weights are all-gathered layer by layer."""
+    return work.run.parallel.zero in (3, "3level") or work.stages > 1
+
+
+def stack_bytes(work: DeviceWork, topology: Topology) -> float:
+    """Bytes of stacks of experts' weights that compilers cast or transpose before the loop over layers."""
+    if not _gathers_layers(work):
+        return 0.0
+    own = [w for w in work.weights if w.expert and not w.bytes and w.name.startswith("segments/")]
+    if topology.platform == "gpu":  # the dimension that is all-gathered comes first, before that of several experts
+        own = [w for w in own if w.used > w.stored and w.matmuls > 1]
+    laid = tiled if topology.platform == "tpu" else math.prod
+    elements = sum(laid(w.shape) * w.layers / w.shape[0] for w in own)
+    return copies_on(topology).expert_stacks * elements * jnp.dtype(work.run.model.param_dtype).itemsize
+
+
 def _working(work: DeviceWork, topology: Topology) -> float:
     """Peak working memory of a layer's backward pass, beside the saved activations."""
     config, copies = work.run.model, copies_on(topology)
@@ -350,19 +373,27 @@ def _working(work: DeviceWork, topology: Topology) -> float:
 
 
 def layer_working(work: DeviceWork, topology: Topology) -> float:
-    """Peak working memory of the backward pass of a layer, of layers of one layout."""
-    config, copies = work.run.model, copies_on(topology)
-    of_layers = sum(w.used for w in work.weights if w.matrix and w.name.startswith("segments/"))
-    weights = of_layers / work.segments * work.width
-    inner = max(sum(work.inner_widths(b).values()) for b in work.blocks)
-    plain = [b for b in work.blocks if not work.has_flash_kernel(b, topology.platform)]
+    """Peak working memory of the backward pass of a layer, of layers of one layout: that of the segment with most."""
+    segments = [segment for segment, (_, repeats) in enumerate(work.groups) if repeats]
+    return max(_segment_working(work, segment, topology) for segment in segments)
+
+
+def _segment_working(work: DeviceWork, segment: int, topology: Topology) -> float:
+    """``layer_working`` of the layers of one segment."""
+    config, copies, (blocks, _) = work.run.model, copies_on(topology), work.groups[segment]
+    own = [w for w in work.weights if w.matrix and w.name.startswith(f"segments/{segment}/")]
+    weights = copies.weights * sum(w.used for w in own if not w.expert)
+    weights += copies.expert_weights * sum(w.used for w in own if w.expert)
+    of_experts = ("expert", "sent")
+    inner = max(sum(n for name, n in work.inner_widths(b).items() if name not in of_experts) for b in blocks)
+    plain = [b for b in blocks if not work.has_flash_kernel(b, topology.platform)]
     streams = copies.streams_split if work.tensor > 1 else copies.streams
     return (
-        copies.weights * weights * (work.run.parallel.zero in (3, "3level") or work.stages > 1)
+        weights * work.width * _gathers_layers(work)
         + copies.inner * inner * work.tokens * work.width
         + streams * work.tokens * config.embed_dim // work.features * work.width
         + copies.scores * max((work.score_block(b) for b in plain), default=0.0) * 4
-        + max(_experts(work, b, copies) for b in work.blocks)
+        + max(_experts(work, b, copies) for b in blocks)
     )
 
 
