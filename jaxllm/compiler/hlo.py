@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
@@ -245,44 +246,79 @@ def loop_frames(module: Module, loop: Instruction, frame: Frame) -> tuple[Frame,
     return Frame(module.computations[condition], inside, start, frame), Frame(inside, inside, start, frame)
 
 
-def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
-    """Trip count of a ``while``: the compiler's annotation (GPU, CPU), or read from its condition (TPU).
+class _Operand(NamedTuple):
+    """Operand of an integer operation: an instruction of a frame."""
 
-    The condition must be ``counter < bound`` for a counter that starts at a constant and changes by a constant. None
-    if the count depends on data or cannot be read.
+    frame: Frame
+    name: str
+
+    @property
+    def number(self) -> int | None:
+        """Constant integer value; None if it cannot be read."""
+        return self.frame.number(self.name)
+
+    @property
+    def element(self) -> int | None:
+        """Index of the element of the loop's state that it is; None if it is not one."""
+        return self.frame.element_index(self.name)
+
+
+def _operation(module: Module, frame: Frame, instruction: Instruction) -> tuple[Instruction, list[_Operand]]:
+    """An operation and its operands; of a fusion, the operation of its root."""
+    while instruction.opcode in _MOVES:
+        instruction = frame.computation.instructions[instruction.operands[0]]
+    if instruction.opcode != "fusion":
+        return instruction, [_Operand(frame, name) for name in instruction.operands]
+    inside = Frame(module.callee(instruction))
+    found = []
+    for name in inside.computation.root.operands:
+        one = inside.computation.instructions[name]
+        while one.opcode in _MOVES:
+            one = inside.computation.instructions[one.operands[0]]
+        if one.opcode == "parameter":
+            found.append(_Operand(frame, instruction.operands[int(one.inside)]))
+        else:
+            found.append(_Operand(inside, one.name))
+    return inside.computation.root, found
+
+
+def trip_count(module: Module, loop: Instruction, frame: Frame) -> int | None:
+    """Trip count of a ``while``: the compiler's annotation (GPU, CPU), or read from its condition.
+
+    TPU compilers write no annotation, nor do GPU compilers where they have peeled an iteration off. The condition must
+    be ``counter < bound`` for a counter that starts at a constant and changes by a constant. None if the count depends
+    on data or cannot be read.
     """
     if known := _KNOWN_TRIPS.search(loop.attributes):
         return int(known[1])
     condition, body = loop_frames(module, loop, frame)
-    test = condition.computation.root
+    test, operands = _operation(module, condition, condition.computation.root)
     if test.opcode != "compare" or body.computation.root.opcode != "tuple":
         return None
     direction = re.search(r"\bdirection=(\w\w)", test.attributes)
-    left, right = test.operands
+    left, right = operands
     for counter, bound, order in ((left, right, "LT LE GT GE NE"), (right, left, "GT GE LT LE NE")):
-        index, end = condition.element_index(counter), condition.number(bound)
+        index, end = counter.element, bound.number
         if index is None or end is None or direction is None or direction[1] not in order:
             continue
-        step, start = _step(body, index), frame._element(loop.operands[0], index)
+        step, start = _step(module, body, index), frame._element(loop.operands[0], index)
         if step and start is not None:
             meaning = dict(zip(order.split(), ("LT", "LE", "GT", "GE", "NE"), strict=True))[direction[1]]
             return _trips(start, end, step, meaning)
     return None
 
 
-def _step(body: Frame, index: int) -> int | None:
+def _step(module: Module, body: Frame, index: int) -> int | None:
     """Change of element ``index`` of a loop's state in each iteration; None if it cannot be read."""
-    instructions = body.computation.instructions
-    update = instructions[body.computation.root.operands[index]]
-    while update.opcode in _MOVES:
-        update = instructions[update.operands[0]]
+    name = body.computation.root.operands[index]
+    update, operands = _operation(module, body, body.computation.instructions[name])
     if update.opcode not in ("add", "subtract"):
         return None
-    first, second = update.operands
-    if update.opcode == "add" and body.element_index(second) == index:
+    first, second = operands
+    if update.opcode == "add" and second.element == index:
         first, second = second, first
-    step = body.number(second)
-    if body.element_index(first) != index or step is None:
+    step = second.number
+    if first.element != index or step is None:
         return None
     return step if update.opcode == "add" else -step
 

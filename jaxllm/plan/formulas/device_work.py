@@ -237,6 +237,12 @@ class DeviceWork:
         return is_exchanged(moe, self.expert_shards)
 
     @property
+    def exchanging(self) -> bool:
+        """Whether devices exchange rows in any layer of the run."""
+        mixtures = (block.mlp.mixture for block, _ in _kinds(self.run.model))
+        return any(moe is not None and self.exchanges_rows(moe) for moe in mixtures)
+
+    @property
     def expert_shards(self) -> int:
         """Number of shards that the experts are split into."""
         mesh = self.mesh.abstract()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxllm.models import DecoderConfig
+from jaxllm.models import BlockConfig, DecoderConfig
 from jaxllm.models.low_precision_matmul import MatmulPrecision, QuantisationScheme
 from jaxllm.models.remat import offloaded_share
 from jaxllm.parallel.collective_traffic import ONCE, expected_collectives
@@ -63,6 +63,12 @@ UPDATE_BYTES = 4 * UPDATE_PASSES + 2 * 8
 """Bytes that the update moves per float32 parameter with two moments."""
 STREAM_PASSES, INNER_PASSES = 10, 3
 """Memory passes of a block's forward pass, outside matmuls, over the residual stream and over inner activations."""
+EXCHANGE_PASSES = {"forward": 6, "backward": 8, "again": 0}
+"""Memory passes over the rows that a device receives for its experts, outside matmuls and transfers: they are sorted by
+expert, their outputs scaled and sorted back; in the backward pass, whatever the remat policy, with gradients beside."""
+EXPERT_WEIGHT_PASSES = 11
+"""Memory passes over a layer's expert weights in the backward pass of an exchange, which sums their gradients over its
+rounds. These passes were counted in two compiled programs (docs/train/plan.md)."""
 WEIGHTS = ("weights", "gradients", "sums of gradients", *ONCE)
 BESIDE = "outer step, beside the steps"
 """Purpose of collectives that no operation of the step waits for (CO2)."""
@@ -229,6 +235,8 @@ class _Pass:
             # A tied embedding is also the head; the embedding lookup is free.
             if weight.matrix and (weight.name == "embedding/table") <= work.run.model.tied:
                 self._products(weight)
+            if weight.exchanged and kind == "backward":
+                self.memory += rates.stream(EXPERT_WEIGHT_PASSES * weight.used * weight.layers * work.width)
         for block, count in work.blocks.items():
             times = {"forward": 1.0, "backward": ATTENTION_BACKWARD, "again": float(work.run.model.remat == "full")}[
                 kind
@@ -240,8 +248,16 @@ class _Pass:
                 self.memory += max(0.0, rates.stream(scores) - arithmetic)
             inner = sum(work.inner_widths(block).values()) * work.tokens * work.width
             moved = STREAM_PASSES * work.stream_bytes() + INNER_PASSES * inner
-            self.memory += rates.stream(moved * count * self._elementwise())
+            self.memory += rates.stream(moved * count * self._elementwise() + count * self._exchanged(block))
         self.compute += self.attention
+
+    def _exchanged(self, block: BlockConfig) -> float:
+        """Bytes of rows that the exchange of a layer moves in memory, outside matmuls and transfers."""
+        work, moe = self.work, block.mlp.mixture
+        if moe is None or not work.exchanges_rows(moe):
+            return 0.0
+        rows = memory.expert_rows(moe, work.expert_tokens, work.expert_shards)
+        return EXCHANGE_PASSES[self.kind] * rows * work.run.model.embed_dim * work.width
 
     def _products(self, weight: DeviceWeight) -> None:
         times = self._times(weight) * weight.layers * weight.matmuls
@@ -298,9 +314,11 @@ def sent_seconds(
     """Seconds of collectives, by what they overlap with, mesh axes ("weights/fsdp"), and whether they are far.
 
     Collectives of weights overlap with all compute, keys and values of a ring ("ring") with attention, others ("none")
-    with nothing.
+    with nothing. GPU compilers move nothing across the loop over the rounds of an exchange of experts' rows: weights
+    overlap with nothing where there is one.
     """
     network = _network(cluster, work.mesh)
+    beside = "none" if cluster.topology.platform == "gpu" and work.exchanging else "weights"
     found: dict[tuple[str, bool], float] = {}
     for one in sent:
         time = network.time(_carried_out(one, network), one.axes, one.bytes)
@@ -308,7 +326,7 @@ def sent_seconds(
         share = work.rings.steps if one.why in RING else work.rings.rounds if one.why in RING_ENDS else 1.0
         seconds = time.seconds * one.count * share / calibration.link
         # Compilers leave the sums of a layer's gradients at the end of the loop's body, where nothing is beside them.
-        room = "weights" if one.why == "weights" else "ring" if one.why in RING else "none"
+        room = beside if one.why == "weights" else "ring" if one.why in RING else "none"
         room = "steps" if one.why == BESIDE else room
         found[f"{room}/{axes}", slow] = found.get((f"{room}/{axes}", slow), 0.0) + seconds
     return found

@@ -138,7 +138,7 @@ def order(on: str) -> dict[str, float]:
     cases=("h100:1x8",),
     sample=1,
     bound={
-        "one less tau": 0.5,
+        "one less tau": 0.2,
         "place of the first": 1.0,
         "first over best": 0.05,
         "median memory": 0.10,
