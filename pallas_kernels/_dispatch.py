@@ -35,10 +35,19 @@ OPERATIONS = {
 }
 """Operation -> module that holds its ``IMPLEMENTATIONS``."""
 
-PLATFORMS: Mapping[str, str] = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "native": "cpu"}
+PLATFORMS: Mapping[str, str] = {
+    "pallas_tpu": "tpu",
+    "pallas_gpu": "gpu",
+    "mosaic_gpu": "gpu",
+    "cudnn": "gpu",
+    "native": "cpu",
+}
 """Implementation made for one platform -> that platform. The others are plain JAX, correct wherever XLA is."""
 
-ONLY_BY_NAME: Mapping[str, str] = {"cudnn": "used where it is named: its backward pass is not deterministic"}
+ONLY_BY_NAME: Mapping[str, str] = {
+    "mosaic_gpu": "used where it is named: no device has measured it beside pallas_gpu",
+    "cudnn": "used where it is named: its backward pass is not deterministic",
+}
 """Implementation that is never a default -> why."""
 
 NEEDS: Mapping[str, str] = {"native": "pallas_kernels.packed_matmul.native"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,18 +19,19 @@ MASK_VALUE = -0.5 * float(np.finfo(np.float32).max)
 """Finite stand-in for minus infinity in float32 masks, small enough that the difference of two stays finite."""
 
 
-def check_supported(name: str, **arrays: Array) -> None:
+def check_supported(name: str, legal: Sequence[str] = ("bfloat16", "float32"), **arrays: Array) -> None:
     """Raises for arguments that no Pallas kernel in this package supports.
 
     Args:
-        name: the implementation, "pallas_tpu" or "pallas_gpu".
+        name: the implementation, "pallas_tpu", "pallas_gpu" or "mosaic_gpu".
+        legal: dtypes that it takes.
         arrays: the array operands by name, for messages.
 
     Raises:
         NotImplementedError: the program is not traced for such a device and not interpreted, the mesh has explicit
-            axes outside ``jax.shard_map``, the dtypes are not all bfloat16 or all float32, or an array is empty.
+            axes outside ``jax.shard_map``, the dtypes are not all the same legal one, or an array is empty.
     """
-    platform, here = name.removeprefix("pallas_"), target_device()
+    platform, here = name.rpartition("_")[2], target_device()
     if here.platform != platform and not is_interpreting():
         raise NotImplementedError(
             f"{name} needs a {platform.upper()}, not {here.kind}; to check values on another device, trace it inside "
@@ -41,8 +43,9 @@ def check_supported(name: str, **arrays: Array) -> None:
         )
     named = ", ".join(f"{what} {x.dtype}{list(x.shape)}" for what, x in arrays.items())
     dtypes = {x.dtype for x in arrays.values()}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype("bfloat16"), jnp.dtype("float32")}:
-        raise NotImplementedError(f"{name} takes arrays all in bfloat16 or all in float32, not {named}.")
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(one) for one in legal}:
+        wanted = " or ".join(f"all in {one}" for one in legal)
+        raise NotImplementedError(f"{name} takes arrays {wanted}, not {named}.")
     if any(0 in x.shape for x in arrays.values()):
         raise NotImplementedError(f"{name} takes no empty arrays: {named}.")
 

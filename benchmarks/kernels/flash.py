@@ -94,6 +94,8 @@ def contenders(shape: Shape) -> dict[str, Attention]:
     found: dict[str, Attention] = {
         name: functools.partial(flash_attention, window=shape.window, implementation=name) for name in ours()
     }
+    if platform == "gpu":  # on Hopper; elsewhere it says why not
+        found["mosaic_gpu"] = functools.partial(flash_attention, window=shape.window, implementation="mosaic_gpu")
     local = None if shape.window is None else (shape.window - 1, 0)
     for name in ("xla", "cudnn") if platform == "gpu" else ("xla",):
         found[f"jax.nn {name}"] = functools.partial(
