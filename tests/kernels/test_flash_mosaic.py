@@ -78,6 +78,13 @@ def test_self_check_takes_the_dtypes_that_the_kernel_takes():
     assert set(verdict.errors) == {"bfloat16"}
 
 
+def test_self_check_does_not_pass_a_kernel_that_takes_nothing():
+    verdict = _self_check.check("flash_attention", "mosaic_gpu", jax.devices()[0])
+    assert not verdict.passed
+    assert not verdict.errors
+    assert verdict.why.startswith("it takes none of the samples: mosaic_gpu needs a GPU")
+
+
 @pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiles_for_hopper(name):
