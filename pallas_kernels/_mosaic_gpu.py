@@ -38,7 +38,7 @@ def check_hopper(**arrays: Array) -> None:
     check_supported(NAME, DTYPES, **arrays)
     here = target_device()
     if not is_interpreting() and not HOPPER.search(here.kind):
-        raise NotImplementedError(f"{NAME} needs a Hopper GPU (H100, H200, GH200), not {here.kind}.")
+        raise NotImplementedError(f"{NAME} needs a Hopper GPU (H100, H200, GH200, H800 or H20), not {here.kind}.")
 
 
 def interpret_mosaic_gpu() -> Any:

@@ -156,19 +156,23 @@ def check(operation: str, implementation: str, device: jax.Device) -> Verdict:
         implementation: name of the kernel.
         device: to run it on.
     """
-    began, errors, why = time.perf_counter(), dict[str, float](), ""
+    began, errors, why, refused = time.perf_counter(), dict[str, float](), "", ""
     module = importlib.import_module(SAMPLES[operation])
     with jax.default_device(device):
         for dtype in DTYPES:
-            errors[dtype] = 0.0
             for sample in module.samples(dtype):
                 try:
                     error = _error(sample, implementation)
+                except NotImplementedError as refusal:  # of a dtype, say: a call would go on to the next implementation
+                    refused = str(refusal)
+                    continue
                 except Exception as failure:  # whatever a device's compiler raises
                     error, why = float("inf"), why or f"{dtype}, {sample.label}: {type(failure).__name__}: {failure}"
-                errors[dtype] = max(errors[dtype], error)
+                errors[dtype] = max(errors.get(dtype, 0.0), error)
                 if not error <= BOUNDS[dtype]:
                     why = why or f"{dtype}, {sample.label}: differs from the reference by {error:.1e} of its largest"
+    if not errors:
+        why = f"it takes none of the samples: {refused}"
     kind = device.device_kind
     return Verdict(operation, implementation, kind, not why, errors, why, time.perf_counter() - began)
 

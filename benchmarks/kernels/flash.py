@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels.measure import Answer, Cost, Work, ours
+from benchmarks.kernels.measure import Answer, Cost, Work, hopper, ours
 from pallas_kernels._compat import target_device
 from pallas_kernels.flash_attention import flash_attention
 
@@ -92,7 +92,8 @@ def contenders(shape: Shape) -> dict[str, Attention]:
     """Ours by name, and what jax brings along, as far as they are made for this platform."""
     platform = target_device().platform
     found: dict[str, Attention] = {
-        name: functools.partial(flash_attention, window=shape.window, implementation=name) for name in ours()
+        name: functools.partial(flash_attention, window=shape.window, implementation=name)
+        for name in (*ours(), *hopper())
     }
     local = None if shape.window is None else (shape.window - 1, 0)
     for name in ("xla", "cudnn") if platform == "gpu" else ("xla",):

@@ -31,6 +31,12 @@ def _pallas_gpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
     return attention_pallas_gpu(*args, **kw)
 
 
+def _mosaic_gpu(*args: Any, **kw: Any) -> tuple[Array, Array]:
+    from pallas_kernels.flash_attention.mosaic_gpu import attention_mosaic_gpu
+
+    return attention_mosaic_gpu(*args, **kw)
+
+
 def _cudnn(*args: Any, **kw: Any) -> tuple[Array, Array]:
     from pallas_kernels.flash_attention.cudnn import attention_cudnn
 
@@ -40,6 +46,7 @@ def _cudnn(*args: Any, **kw: Any) -> tuple[Array, Array]:
 IMPLEMENTATIONS = {
     "pallas_tpu": _pallas_tpu,
     "pallas_gpu": _pallas_gpu,
+    "mosaic_gpu": _mosaic_gpu,
     "cudnn": _cudnn,
     "xla": attention_xla,
     "reference": attention_reference,
@@ -105,7 +112,7 @@ def flash_attention_and_lse(
         scale: factor of the scores; ``1 / sqrt(H)`` when None.
         window: sliding window: a query sees its own position and the ``window - 1`` before it (arXiv:2004.05150).
         softcap: soft cap: scores become ``softcap * tanh(scores / softcap)`` (arXiv:2408.00118, section 2).
-        implementation: "pallas_tpu", "pallas_gpu", "cudnn", "xla" or "reference"; see
+        implementation: "pallas_tpu", "pallas_gpu", "mosaic_gpu", "cudnn", "xla" or "reference"; see
             ``pallas_kernels._dispatch``.
 
     Returns:

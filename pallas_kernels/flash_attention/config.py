@@ -45,6 +45,24 @@ class FlashGpuBlocks:
     stages_back: int = 2
 
 
+@dataclass(frozen=True)
+class FlashHopperBlocks:
+    """Block sizes of the Mosaic-GPU kernels.
+
+    Attributes:
+        rows: rows that one of a block's two multiplying warpgroups owns: 64 on a device.
+        kv: keys of a block that passes by, forward; a multiple of 64, as wgmma's operands are laid out.
+        inner_back: rows of a block that passes by, backward; a multiple of 64.
+        stages, stages_back: buffers of each array that passes by.
+    """
+
+    rows: int = 64
+    kv: int = 128
+    inner_back: int = 64
+    stages: int = 2
+    stages_back: int = 2
+
+
 _TPU = {
     "TPU v4": FlashTpuBlocks(rows=512),
     "TPU v5 lite": FlashTpuBlocks(vmem_bytes=64 * 2**20),
@@ -70,6 +88,11 @@ def gpu_blocks(kind: str, head_dim: int, item_bytes: int) -> FlashGpuBlocks:
     if head_dim > 128 or item_bytes > 2:  # a block must fit into shared memory
         blocks = FlashGpuBlocks(q=64, kv=32, own_back=32, inner_back=32)
     return tuned("flash_attention", kind, gpu_case(head_dim, item_bytes), blocks, _GPU_MIN)
+
+
+def hopper_blocks(head_dim: int) -> FlashHopperBlocks:
+    """Block sizes for a Hopper GPU and the larger of the head dims."""
+    return FlashHopperBlocks(stages=3, stages_back=3) if head_dim <= 64 else FlashHopperBlocks()
 
 
 def tpu_case(item_bytes: int) -> str:

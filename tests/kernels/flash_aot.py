@@ -37,6 +37,7 @@ class Shape:
     sinks: bool = False
     window: int | None = None
     softcap: float | None = None
+    kernel: str | None = None  # implementation, where it is not the platform's first
 
 
 SHAPES = {
@@ -87,7 +88,7 @@ def compile_on(topology: Topology, shape: dict[str, Any]) -> dict[str, float]:
     for given, name in ((x.packed, "segment_ids"), (x.positions, "positions")):
         if given:
             extra |= {f"{side}_{name}": array(length, dtype="int32") for side, length in (("q", x.s), ("kv", t))}
-    implementation = f"pallas_{topology.platform}"
+    implementation = x.kernel or f"pallas_{topology.platform}"
 
     def gradients(qkv: Any, d_out: Any, extra: Any) -> Any:
         arrays = (*qkv, jnp.arange(x.n, dtype=jnp.float32)) if x.sinks else qkv

@@ -17,7 +17,7 @@ import pytest
 from pallas_kernels._compat import interpreting
 from pallas_kernels.flash_attention import config, flash_attention_and_lse
 from tests import environment
-from tests.kernels import races
+from tests.kernels import gpu_simulation, races
 
 PACKAGE = "pallas_kernels.flash_attention"
 PLAIN = ("xla", "reference")
@@ -105,8 +105,9 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
 
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
-    """Bands and blocks so small that short sequences cross many of them."""
-    from pallas_kernels.flash_attention import tpu_grid, xla
+    """Bands and blocks so small that short sequences cross many of them, and no limits of a device's matmuls."""
+    from pallas_kernels import _mosaic_gpu
+    from pallas_kernels.flash_attention import blockwise, mosaic_gpu, tpu_grid, xla
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "MIN_BAND", 4)
@@ -115,6 +116,10 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(tpu_grid, "LANES", 8)
         patch.setattr(config, "tpu_blocks", lambda *_: config.FlashTpuBlocks(rows=32, kv=16))
         patch.setattr(config, "gpu_blocks", lambda *_: config.FlashGpuBlocks(q=8, kv=4, own_back=8, inner_back=4))
+        patch.setattr(config, "hopper_blocks", lambda *_: config.FlashHopperBlocks(rows=4, kv=4, inner_back=4))
+        # What holds for wgmma does not hold for its simulation: float32 tells more.
+        patch.setattr(mosaic_gpu, "HEAD_DIMS", range(1, blockwise.MAX_HEAD_DIM + 1))
+        patch.setattr(_mosaic_gpu, "DTYPES", ("bfloat16", "float16", "float32"))
         yield
 
 
@@ -230,10 +235,12 @@ def check(implementation: str, case: Case, rng: np.random.Generator, bound: floa
     few = implementation == "xla" and case.s <= 3 < case.t  # these may be answered with nan
     dirty = d_lse if few or implementation == "reference" else np.where(nothing, np.nan, d_lse)
     with contextlib.ExitStack() as stack:
-        if implementation.startswith("pallas"):
+        if implementation not in PLAIN:
             stack.enter_context(interpreting())
         if implementation == "pallas_tpu":
             stack.enter_context(races.none_found())
+        if implementation == "mosaic_gpu":
+            stack.enter_context(gpu_simulation.no_races())
         run = program(implementation, True, **static(case))
         got, again = (jax.block_until_ready(run(*inputs, jnp.asarray(dirty), extra)) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, got, again)

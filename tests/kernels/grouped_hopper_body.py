@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels._compat import interpreting
+from tests.kernels.gpu_simulation import no_races
 from tests.kernels.grouped_body import PACKAGE, Case, draw, error, oracle, program
 
 __all__ = ["CASES", "KILLERS", "MUTATIONS", "PACKAGE", "check"]
@@ -51,7 +52,7 @@ def check(
     """Outputs and gradients, interpreted, against float64; what is after the last group is nan, which goes nowhere."""
     of_dtype: Any = jnp.dtype(dtype)
     lhs, rhs, d_out, sizes = draw(rng, case, of_dtype, dirty=True)
-    with interpreting():
+    with interpreting(), no_races():
         got = jax.block_until_ready(program(implementation)(lhs, rhs, d_out, sizes))
     assert all(x.dtype == dtype for x in got)
     want = oracle(lhs, rhs, d_out, sizes)

@@ -151,6 +151,32 @@ MUTANTS = [
         ("tests/kernels/test_flash_attention.py::test_vjp_through_the_logsumexp",),
     ),
     Mutant(
+        "hopper_buffer_is_released_before_it_is_read",
+        "pallas_kernels/flash_attention/mosaic_gpu.py",
+        """        products = warpgroup.transposed_product(q, program.await_full("k", slot))
+        program.release("k", slot)
+""",
+        """        k = program.await_full("k", slot)
+        program.release("k", slot)
+        products = warpgroup.transposed_product(q, k)
+""",
+        ("tests/kernels/test_flash_mosaic.py::test_is_the_formula[causal, three heads a kv head]",),
+    ),
+    Mutant(
+        "hopper_sums_are_not_rescaled",
+        "pallas_kernels/flash_attention/mosaic_gpu.py",
+        "keep = jnp.exp(top - highest)",
+        "keep = jnp.ones_like(top)",
+        ("tests/kernels/test_flash_mosaic.py::test_is_the_formula[causal, three heads a kv head]",),
+    ),
+    Mutant(
+        "hopper_copies_keys_of_the_first_head",
+        "pallas_kernels/flash_attention/mosaic_gpu.py",
+        "return jax.lax.div(self.head, self.call.group), n",
+        "return self.head * 0, n",
+        ("tests/kernels/test_flash_mosaic.py::test_is_the_formula[packed, two rows]",),
+    ),
+    Mutant(
         "group_takes_the_next_groups_row",
         "pallas_kernels/grouped_matmul/xla.py",
         "start + jnp.arange(size) < end",
