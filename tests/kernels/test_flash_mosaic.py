@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import _mosaic_gpu, _pallas, _self_check, explain
 from pallas_kernels._compat import TargetDevice, interpreting
-from pallas_kernels.flash_attention import flash_attention, mosaic_gpu
+from pallas_kernels.flash_attention import flash_attention
 from sharding.isolate import run_isolated
 from tests.kernels import flash_body, gpu_simulation
 from tests.kernels.flash_aot import Shape
