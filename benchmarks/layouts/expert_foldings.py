@@ -99,6 +99,16 @@ class Published(NamedTuple):
     mfu: float
     mfu_unfolded: float
 
+    def of(self, folded: bool) -> RunConfig:
+        """The run, with experts folded or not, micro-batches of one row and 1F1B."""
+        run, mesh = self.run(), self.mesh if folded else self.unfolded
+        sizes = dict(MeshSpec.parse(mesh).axes)
+        rows = 256 // (sizes.get("data", 1) * sizes.get("expert", 1))
+        plan = ParallelConfig(sequence=True, zero=1, schedule="1f1b", experts=self.folding if folded else "")
+        model = dataclasses.replace(run.model, remat="elementwise")
+        data = dataclasses.replace(run.data, batch_size=256, seq_len=4096)
+        return dataclasses.replace(run, mesh=mesh, model=model, data=data, parallel=plan, accumulate=rows)
+
 
 def fine_mixtral() -> RunConfig:
     """Mixtral 8x22B with each expert cut into eight, of which eight are chosen (8x22B-G8T8)."""
@@ -152,17 +162,9 @@ PUBLISHED = {
 
 
 def predicted_mfu(row: Published, folded: bool) -> float:
-    """Model FLOPs utilisation by formula, per cent, with micro-batches of one row and 1F1B."""
-    run, mesh = row.run(), row.mesh if folded else row.unfolded
-    spec = MeshSpec.parse(mesh)
-    sizes = dict(spec.axes)
-    rows = 256 // (sizes.get("data", 1) * sizes.get("expert", 1))
-    plan = ParallelConfig(sequence=True, zero=1, schedule="1f1b", experts=row.folding if folded else "")
-    model = dataclasses.replace(run.model, remat="elementwise")
-    data = dataclasses.replace(run.data, batch_size=256, seq_len=4096)
-    run = dataclasses.replace(run, mesh=mesh, model=model, data=data, parallel=plan, accumulate=rows)
-    cluster = Cluster.parse(row.on)
-    return 100 * step_time.predict(run, cluster, spec).mfu(cluster.hardware.flops)
+    """Model FLOPs utilisation by formula, per cent."""
+    run, cluster = row.of(folded), Cluster.parse(row.on)
+    return 100 * step_time.predict(run, cluster, MeshSpec.parse(run.mesh)).mfu(cluster.hardware.flops)
 
 
 def figures(report: aot.CompileReport) -> dict:

@@ -13,7 +13,7 @@ MOST_FILES = 20
 REPEATED_MODULES = {
     *("__init__", "__main__", "_compat", "config", "errors"),
     # A kernel is a folder of these: pallas_kernels/<op>/.
-    *("api", "reference", "xla", "blockwise", "pallas_tpu", "pallas_gpu", "check_samples"),
+    *("api", "reference", "xla", "blockwise", "pallas_tpu", "pallas_gpu", "mosaic_gpu", "check_samples"),
 }
 """Module names that stand for the same thing in several folders."""
 
