@@ -19,12 +19,13 @@ from pallas_kernels.grouped_matmul.api import IMPLEMENTATIONS
 from tests import environment
 from tests.kernels import grouped_body
 from tests.kernels.grouped_body import CASES, PALLAS, PLAIN, Case, draw, error, oracle, program
+from tests.kernels.grouped_hopper_body import MUTATIONS as HOPPER_MUTATIONS
 
 implementations = pytest.mark.parametrize("implementation", PLAIN)
 
 
 def test_every_implementation_is_tested():
-    assert {*PLAIN, *PALLAS} == set(IMPLEMENTATIONS)
+    assert {*PLAIN, *PALLAS, *(name for name, _ in HOPPER_MUTATIONS)} == set(IMPLEMENTATIONS)
 
 
 @pytest.mark.drawn(0.3)

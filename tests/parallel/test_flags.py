@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from jaxllm.models import AttentionConfig, MoeConfig
 from jaxllm.parallel import compiler_flags
 from jaxllm.parallel.compiler_flags import FLAGS, Flag, described, options
+from jaxllm.train.compile_step import compile_for
+from recipes.mixtral import mixtral_8x22b
 from sharding.isolate import run_isolated
 from sharding.topology import GENERATIONS, Topology
 
@@ -47,6 +52,26 @@ def test_gathered_weights_compile_with_the_options(on):
     found = run_isolated("tests.parallel.flag_programs:gathers", on, timeout=600)
     assert found["options"]
     assert found["all-gathers"]
+
+
+@pytest.mark.drawn(0.3)
+def test_a_mixture_in_micro_batches_compiles_for_a_tpu7x():
+    """With the pass that the table leaves out there, its compiler fails at the sums of the experts' gradients."""
+    run = mixtral_8x22b()
+    (block,) = run.model.pattern
+    small = dataclasses.replace(
+        block, attention=AttentionConfig(heads=4, kv_heads=2, head_dim=128), mlp=MoeConfig(experts=4, hidden=256)
+    )
+    model = dataclasses.replace(run.model, pattern=(small,), embed_dim=256, vocab_size=1024, layers=2)
+    run = dataclasses.replace(
+        run,
+        model=model,
+        mesh="fsdp=2,expert=2,tensor=2",
+        accumulate=2,
+        data=dataclasses.replace(run.data, batch_size=16, seq_len=256),
+        parallel=dataclasses.replace(run.parallel, sequence=True),
+    )
+    assert compile_for(run, "tpu7x:2x2x1").total_bytes > 0
 
 
 def test_a_later_compiler_refuses_an_option_for_some_devices(monkeypatch):
