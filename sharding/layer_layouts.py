@@ -61,9 +61,11 @@ def between(stored: PartitionSpec, whole: PartitionSpec) -> PartitionSpec | None
         whole: after it.
 
     Returns:
-        None where the weight is not gathered over both.
+        None where the weight is not gathered over both, or along one dimension: its gradient's shards would have to
+        change places then, and the partitioner of jax 0.10.2 mixes up those of partial sums.
     """
     gathered = mesh_axes_of(stored.partitions) - mesh_axes_of(whole.partitions)
-    if AXIS not in gathered or len(gathered) == 1:
+    along = [axes for dim in stored.partitions if (axes := gathered & mesh_axes_of(PartitionSpec(dim)))]
+    if {AXIS} not in along or len(along) == 1:
         return None
     return without_axes(PartitionSpec(*stored.partitions), gathered - {AXIS})

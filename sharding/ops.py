@@ -497,7 +497,7 @@ def gather_weight(w: Array, *logical: str | None, unreduced_grad: bool = False, 
         logical = tuple(_BESIDE.get(name or "", name) for name in logical)
     whole = rules.spec(logical, mesh, w.shape, gathered=True, what=what)
     unreduced_grad = unreduced_grad and _supports_unreduced(mesh)
-    late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(whole) if unreduced_grad else frozenset()
+    late = _token_axes(logical) - mesh_axes_of(whole) if unreduced_grad else frozenset()
     if stored.reduced and stored.partitions == whole.partitions and late <= stored.reduced:
         return w
     if unreduced_grad:
@@ -531,8 +531,13 @@ def gather_for_step(w: Array, *logical: str | None, unreduced_grad: bool = False
         if axis in mesh_axes_of(stored):
             stored = without_axes(stored, frozenset({axis}))
             w = int8_gather.gathered(w, stored) if rules.int8_gather else jax.sharding.reshard(w, stored)
-    late = frozenset(axis_names("batch", "seq")) - mesh_axes_of(rules.spec(logical, mesh, gathered=True))
+    late = _token_axes(logical) - mesh_axes_of(rules.spec(logical, mesh, gathered=True))
     return jax.sharding.reshard(w, jax.P(*stored, reduced=late - mesh_axes_of(stored)))
+
+
+def _token_axes(logical: LogicalAxes) -> frozenset[str]:
+    """Mesh axes that split the tokens which a weight is multiplied with: experts see them where they are sent."""
+    return frozenset(axis_names(*(("expert_batch", "expert_seq") if "experts" in logical else ("batch", "seq"))))
 
 
 def reduce_partial_sums(x: Array, like: Array, *, in_step: bool = False) -> Array:

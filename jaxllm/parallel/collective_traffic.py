@@ -28,7 +28,7 @@ from jaxllm.models.remat import policies_by_layer
 from jaxllm.parallel.parallel_config import ParallelConfig
 from jaxllm.parallel.sharding_table import ExpectedCollective
 from sharding.int8_gather import block_of
-from sharding.layer_layouts import AXIS, rules_of
+from sharding.layer_layouts import AXIS, between, rules_of
 from sharding.partial_sums import LOCAL, spec_of_parts
 from sharding.rules import Rules, without_axes
 
@@ -282,9 +282,9 @@ class _Step:
         if outer:
             yield from self._levels(leaf, spec, over, outer, matrix, stacked, uses, whole, width)
             return
-        if AXIS in over and len(over) > 1:  # one axis after the other
+        last = between(own, rules.spec(logical, self.mesh, gathered=True))
+        if last is not None:  # one axis after the other
             first, size = tuple(a for a in over if a != AXIS), whole // layers // self.size((AXIS,))
-            last = without_axes(own, frozenset(first))
             count = layers * micro
             yield from self._gather(matrix, first, uses * count, leaf.shape[stacked:], own, size, width)
             yield from self._gather(matrix, (AXIS,), uses * count, leaf.shape[stacked:], last, whole // layers, width)

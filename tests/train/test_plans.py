@@ -78,6 +78,9 @@ def test_equals_one_device(mesh, plan, accumulate, rng, float64):
         ("expert=2,ulysses=2,tensor=2", ParallelConfig(experts="expert=4,tensor=2", zero=2), {}),
         ("fsdp=4,expert=2", ParallelConfig(experts="expert=1,tensor=1"), {"capacity": 9.0}),
         ("data=2,context=2,tensor=2", ParallelConfig(experts="expert=8", sequence=True), {"capacity": 9.0}),
+        ("fsdp=2,expert=2,tensor=2", ParallelConfig(experts="expert=1"), {}),
+        ("data=2,context=2,tensor=2", ParallelConfig(experts="expert=1"), {"shared": 4}),
+        ("data=2,fsdp=2,tensor=2", ParallelConfig(experts="expert=1", zero=2), {"bias": True}),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -54,6 +54,7 @@ REFOLDED: dict[str, tuple[str, dict[str, Any], int]] = {
         2,
     ),
     "experts over fsdp and tensor, two replicas": ("data=2,fsdp=2,tensor=2", {"experts": "expert=4"}, 1),
+    "experts, whole on every device": ("fsdp=4,tensor=2", {"experts": "expert=1", "sequence": True}, 1),
     "experts over a ring": ("context=8", {"experts": "expert=8"}, 1),
     "experts over a ring and tensor": ("context=4,tensor=2", {"experts": "expert=8"}, 1),
     "experts over Ulysses": ("ulysses=8", {"experts": "expert=8"}, 1),
