@@ -1,15 +1,18 @@
-"""Bytes that a decode step of an 8B model moves, by those of its weights and cache, compiled for a device far away.
+"""Bytes that a decode step of a model moves, by those of its weights and cache, compiled for a device far away.
 
     python -m benchmarks.engine_bytes [--on v6e:1x1,h100:1x1] [--batches 1,16,32] [--context 1024]
         [--layers stacked,apart] [--weights bfloat16,int4,int8] [--verify 0,1,2,4,7] [--tiny]
+        [--model qwen3_30b_a3b --cut 4] [--experts fused,sorted]
 
-The step is the engine's decode program of the recipe llama3_8b in bfloat16, or with its matrices packed. Bytes come
+The step is the engine's decode program of a recipe in bfloat16, or with its matrices packed. Bytes come
 from the text of the compiled program (`jaxllm.compiler.hbm_traffic`); the attention kernel's loops depend on data, so
 its traffic is added as the KV cache read once. Work that a call does once, before its first decode step (a weight gets
 another layout), is reported separately, since one call runs up to eight decode steps. Layers are stacked, as in
 training, or unstacked. "planned" are bytes of weights and cache by the formula of `jaxllm plan`, "arguments" those of
 the compiled program's arguments. With ``--verify N`` the step verifies N draft tokens of each sequence instead: "moved"
 are its bytes, and "cycles" the compute time of the call by the TPU compiler's estimate, of a decode call with one step.
+Of a mixture, "weights" are all experts; "fused" has them in one kernel (``pallas_kernels.fused_moe``) where the device
+has it, "sorted" in grouped matmuls of rows sorted by expert. No kernel has an estimate of cycles.
 """
 
 from __future__ import annotations
@@ -77,26 +80,43 @@ def engine_program(
 
 
 def compiled(
-    topology: Any, batch: int, context: int, layers: str, weights: str = "bfloat16", verify: int = 0, tiny: bool = False
+    topology: Any,
+    batch: int,
+    context: int,
+    layers: str,
+    weights: str = "bfloat16",
+    verify: int = 0,
+    tiny: bool = False,
+    model: str = "llama3_8b",
+    cut: int = 0,
+    experts: str = "fused",
 ) -> dict[str, Any]:
     """In a child that is set up for the topology's compiler.
 
     Args:
+        model: recipe.
+        cut: layers that are left of it; 0: all.
+        experts: "fused" or "sorted".
         weights: "bfloat16", or a row of ``WEIGHT_FORMATS``.
         verify: draft tokens of each sequence that the step verifies; 0: it decodes.
         tiny: two layers, narrow, to try the command.
     """
     import jax
 
+    from jaxllm.cli.recipe_arguments import find_recipe
     from jaxllm.compiler import collectives, hbm_traffic
     from jaxllm.infer.decode_benchmark import kv_bytes_per_token
     from jaxllm.infer.runner.step.step_shape import StepShape
+    from jaxllm.models.moe import moe
     from jaxllm.plan.formulas.serving_step import ServingStepModel
     from jaxllm.plan.hardware import Cluster
-    from recipes.llama3 import llama3_8b
     from sharding import MeshSpec
 
-    config = dataclasses.replace(llama3_8b().model, param_dtype="bfloat16", dtype="bfloat16")
+    config = dataclasses.replace(find_recipe(model)().model, param_dtype="bfloat16", dtype="bfloat16")
+    if cut:
+        config = dataclasses.replace(config, layers=cut)
+    if experts == "sorted":
+        moe._is_fused = lambda *_: False
     if tiny:
         config = dataclasses.replace(config, layers=2, vocab_size=512)
     page, longest, rows = 32, 2 * context, 1 + verify
@@ -134,22 +154,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", default="stacked,apart")
     parser.add_argument("--weights", default="bfloat16", help="bfloat16, or formats of packed weights: int4,nf4,...")
     parser.add_argument("--verify", default="0", help="draft tokens that the step verifies; 0: a decode step")
+    parser.add_argument("--model", default="llama3_8b", help="recipe")
+    parser.add_argument("--cut", type=int, default=0, help="layers that are left of it; 0: all")
+    parser.add_argument("--experts", default="fused", help="fused, sorted: the experts of a mixture")
     parser.add_argument("--tiny", action="store_true", help="two layers and a small vocabulary, to try the command")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     for on in options.on.split(","):
         batches, drafts = (map(int, given.split(",")) for given in (options.batches, options.verify))
-        cells = itertools.product(batches, options.layers.split(","), options.weights.split(","), drafts)
-        for batch, layers, weights, verify in cells:
-            cell = {"batch": batch, "layers": layers, "weights": weights, "verify": verify}
-            kwargs = cell | {"context": options.context, "tiny": options.tiny}
+        names = (given.split(",") for given in (options.layers, options.weights, options.experts))
+        for batch, layers, weights, experts, verify in itertools.product(batches, *names, drafts):
+            cell = {"batch": batch, "layers": layers, "weights": weights, "verify": verify, "experts": experts}
+            kwargs = cell | {name: getattr(options, name) for name in ("context", "tiny", "model", "cut")}
             row = run_isolated("benchmarks.engine_bytes:compiled", on, kwargs)
             if options.json:
                 print(json.dumps({"on": on, "format": weights} | cell | row), flush=True)
                 continue
             least = row["weights"] + row["cache"]
             print(
-                f"{on:9} {weights:8} batch {batch:3} {layers:7} verify {verify}: {row['moved'] / 1e9:7.2f} GB moved, "
+                f"{on:9} {weights:8} batch {batch:3} {layers:7} verify {verify} {experts}: "
+                f"{row['moved'] / 1e9:7.2f} GB moved, "
                 f"{least / 1e9:7.2f} GB of weights and cache: "
                 f"{row['moved'] / least:.3f}, a roofline of {least / row['moved']:.0%}; "
                 f"{row['before'] / least:.3f} once a call; "

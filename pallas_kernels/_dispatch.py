@@ -25,6 +25,7 @@ OPERATIONS = {
     "flash_attention": "pallas_kernels.flash_attention.api",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.api",
     "grouped_matmul": "pallas_kernels.grouped_matmul.api",
+    "fused_moe": "pallas_kernels.fused_moe.api",
     "grouped_lora": "pallas_kernels.grouped_lora.api",
     "packed_matmul": "pallas_kernels.packed_matmul.api",
     "ternary_matmul": "pallas_kernels.ternary_matmul.api",

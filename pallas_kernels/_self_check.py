@@ -42,6 +42,7 @@ SAMPLES = {
     "flash_attention": "pallas_kernels.flash_attention.check_samples",
     "linear_cross_entropy": "pallas_kernels.cross_entropy.check_samples",
     "grouped_matmul": "pallas_kernels.grouped_matmul.check_samples",
+    "fused_moe": "pallas_kernels.fused_moe.check_samples",
     "grouped_lora": "pallas_kernels.grouped_lora.check_samples",
     "packed_matmul": "pallas_kernels.packed_matmul.check_samples",
     "ternary_matmul": "pallas_kernels.ternary_matmul.check_samples",

@@ -13,10 +13,15 @@ import pytest
 
 from jaxllm.config import ConfigError, from_dict, to_dict
 from jaxllm.models import DecoderConfig, MoeConfig, RouterConfig, Segments, functional
+from jaxllm.models.moe import moe
 from jaxllm.models.moe.expert_dispatch import dispatch_and_combine, dispatch_within_capacity
 from jaxllm.models.moe.router import route
 from jaxllm.train.model_flops import forward_flops_per_token
+from pallas_kernels._compat import interpreting
+from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.grouped_matmul import grouped_matmul
+from sharding import MeshSpec, shardings_of
+from sharding.state import abstract_params
 from tests import quick, tiny
 
 
@@ -55,6 +60,48 @@ def test_is_the_loop(tokens, all_to_one, rng, float64):
     x, chosen, weights = map(jnp.asarray, (x, chosen, weights))
     got = dispatch_and_combine(x, chosen, weights, gated, list(map(jnp.asarray, matrices)), 5)
     np.testing.assert_allclose(got, loop(x, np.array(chosen), weights, *matrices), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=2"])
+def test_few_tokens_go_through_one_kernel(mesh, rng, monkeypatch):
+    """Hidden states of a mixture on a TPU, whose kernel is interpreted, are those of sorted rows; so are gradients.
+
+    These on one device alone: gathered weights make layers recompute, which interpreted kernels cannot.
+    """
+    config = tiny.decoder(heads=4, kv_heads=2, head_dim=4, embed_dim=8, vocab_size=16, dtype="float32", remat="none")
+    layer = MoeConfig(experts=5, top_k=2, hidden=4, shared=4)
+    config = dataclasses.replace(config, pattern=(dataclasses.replace(config.pattern[0], mlp=layer),))
+    model, spec = functional(config), MeshSpec.parse(mesh)
+    on = spec.build(jax.devices()[: math.prod(n for _, n in spec.axes)])
+    abstract = abstract_params(model.abstract(), model.logical_axes(), on, model.rules)
+    params = jax.device_put(quick.params(config), shardings_of(abstract))
+    tokens = jnp.asarray(rng.integers(0, 16, (4, 3)), jnp.int32)
+    seen = []
+
+    def kernel(*args):
+        seen.append(args[0].shape)
+        return fused_moe(*args, implementation="pallas_tpu")
+
+    def norm(params, tokens):
+        hidden, _ = model.forward(params, tokens, jnp.broadcast_to(jnp.arange(3), tokens.shape), Segments())
+        return jnp.sum(hidden**2), hidden
+
+    def run():
+        with jax.set_mesh(on):
+            batch = jax.device_put(tokens, jax.NamedSharding(on, model.rules.spec(("batch", "seq"), on)))
+            if mesh != "data=1":
+                return jax.device_get((jax.jit(lambda *a: norm(*a))(params, batch)[1], {}))
+            (_, hidden), grads = jax.jit(jax.value_and_grad(lambda *a: norm(*a), has_aux=True))(params, batch)
+            return jax.device_get((hidden, grads))
+
+    want, want_grads = run()
+    monkeypatch.setattr(moe, "may_be_default", lambda operation, name: (operation, name) == ("fused_moe", "pallas_tpu"))
+    monkeypatch.setattr(moe, "fused_moe", kernel)
+    with interpreting():
+        found, grads = run()
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    assert mesh != "data=1" or tiny.leaf_error(grads, want_grads) < 1e-5
+    assert set(seen) == {(12, 8) if mesh == "data=1" else (6, 8)}, "the layers went through the kernel"
 
 
 @pytest.mark.parametrize("normalize", [False, True])

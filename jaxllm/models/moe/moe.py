@@ -26,11 +26,15 @@ from jaxllm.models.moe.router import RouterConfig, Routing, route
 from jaxllm.models.packed_weight import axes_of_arrays
 from jaxllm.models.params import at_least_f32, constant, use
 from pallas_kernels._compat import vary_over
+from pallas_kernels._dispatch import may_be_default
+from pallas_kernels.fused_moe import fused_moe
 
 TOKENS = ("batch", "router_seq", None)
 """Tokens in the router: where experts are folded, they are split over ``tensor`` too."""
 OF_EXPERTS = ("expert_batch", "expert_seq", None)
 """Tokens that a device sends to experts: other ones where experts factor the devices in their own way."""
+
+MATRICES = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,9 @@ class Experts(nnx.Module):
         config = self.config
         expert_axes, width_axes = sharding.axis_names("experts"), sharding.axis_names("expert_mlp")
         token_axes = sharding.axis_names(*OF_EXPERTS[:2])
-        arrays = {name: getattr(self, name).gathered(x.dtype) for name in ("gate", "up", "down")}
+        arrays = {name: getattr(self, name).gathered(x.dtype) for name in MATRICES}
         if config.bias:
-            arrays |= {f"{name}_bias": use(getattr(self, f"{name}_bias"), x.dtype) for name in ("gate", "up", "down")}
+            arrays |= {f"{name}_bias": use(getattr(self, f"{name}_bias"), x.dtype) for name in MATRICES}
         specs = {
             "gate": ("experts", None, "expert_mlp"),
             "up": ("experts", None, "expert_mlp"),
@@ -180,7 +184,9 @@ class Experts(nnx.Module):
             run = functools.partial(_feed_forward, config)
             axes, count = expert_axes or None, own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
-            if config.capacity is None:
+            if _is_fused(config, own, rows) and not expert_axes:
+                out = fused_moe(rows, *(own[name] for name in MATRICES), chosen, shares, ACTIVATIONS[config.activation])
+            elif config.capacity is None:
                 out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axes=axes, partial=partial)
             else:
                 out, lost = dispatch_within_capacity(
@@ -193,6 +199,17 @@ class Experts(nnx.Module):
         tokens = [sharding.constrain(one, *OF_EXPERTS) for one in (x, experts, weights.astype(at_least_f32(x.dtype)))]
         run = sharding.shard_map(local, (OF_EXPERTS, OF_EXPERTS, OF_EXPERTS, *parts), (OF_EXPERTS, ()))
         return run(*tokens, *flat)
+
+
+def _is_fused(config: MoeConfig, own: dict[str, Array | Weight], rows: Float[Array, "T D"]) -> bool:
+    """Whether one kernel multiplies these tokens with all their experts, which needs no dispatch: a decode step's."""
+    if not may_be_default("fused_moe", "pallas_tpu"):
+        return False
+    from pallas_kernels.fused_moe.pallas_tpu import fits
+
+    plain = config.capacity is None and config.clamp is None and not (config.bias or config.up_offset)
+    arrays = all(isinstance(own[name], jax.Array) for name in MATRICES)
+    return plain and arrays and fits(*rows.shape, own["gate"].shape[2], rows.dtype.itemsize)
 
 
 def _feed_forward(
