@@ -22,7 +22,9 @@ def samples(dtype: DTypeLike) -> list[Sample]:
     return [
         Sample(
             "experts of few tokens",
-            lambda name, *args: fused_moe(*args, jax.nn.silu, implementation=name),
+            lambda name, x, gate, up, down, *routed: fused_moe(
+                x, gate, up, down, routed[0], routed[1], jax.nn.silu, implementation=name
+            ),
             (*arrays, jnp.asarray(chosen, jnp.int32), weights),
             4,
         )

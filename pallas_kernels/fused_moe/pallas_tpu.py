@@ -172,8 +172,8 @@ def _forward(*args: Any) -> tuple[Array, tuple[Array, ...]]:
 def _backward(activation: Callable[[Array], Array], saved: tuple[Array, ...], d_out: Array) -> tuple[Array | None, ...]:
     x, gate, up, down, experts, weights = saved
 
-    def run(*trained: Array) -> Array:
-        return fused_moe_reference(*trained[:4], experts, trained[4], activation)
+    def run(x: Array, gate: Array, up: Array, down: Array, weights: Array) -> Array:
+        return fused_moe_reference(x, gate, up, down, experts, weights, activation)
 
     *grads, d_weights = jax.vjp(run, x, gate, up, down, weights)[1](d_out)
     return *grads, None, d_weights

@@ -185,7 +185,8 @@ class Experts(nnx.Module):
             axes, count = expert_axes or None, own["gate"].shape[0]
             dropped = jnp.zeros((), at_least_f32(x.dtype))
             if _is_fused(config, own, rows) and not expert_axes:
-                out = fused_moe(rows, *(own[name] for name in MATRICES), chosen, shares, ACTIVATIONS[config.activation])
+                gate, up, down = (own[name] for name in MATRICES)
+                out = fused_moe(rows, gate, up, down, chosen, shares, ACTIVATIONS[config.activation])
             elif config.capacity is None:
                 out = dispatch_and_combine(rows, chosen, shares, run, own, count, expert_axes=axes, partial=partial)
             else:
@@ -209,7 +210,8 @@ def _is_fused(config: MoeConfig, own: dict[str, Array | Weight], rows: Float[Arr
 
     plain = config.capacity is None and config.clamp is None and not (config.bias or config.up_offset)
     arrays = all(isinstance(own[name], jax.Array) for name in MATRICES)
-    return plain and arrays and fits(*rows.shape, own["gate"].shape[2], rows.dtype.itemsize)
+    (tokens, embed), width = rows.shape, own["gate"].shape[2]
+    return plain and arrays and fits(tokens, embed, width, rows.dtype.itemsize)
 
 
 def _feed_forward(
