@@ -67,7 +67,7 @@ def add_product(acc: Any, a: Any, b: Any, *, transposed: str = "") -> None:
     ref = a if transposed == "a" else b
     multiply = lambda other: plgpu.wgmma(acc, *((other, b) if transposed == "a" else (a, other)))  # noqa: E731
     if not (is_interpreting() and _COPIES):
-        multiply(plgpu.transpose_ref(ref, (1, 0)))
+        multiply(ref.transpose((1, 0)))
         return
 
     def copied(scratch: Any) -> None:

@@ -56,7 +56,7 @@ def transposed_product(a: Any, b: Any) -> Array:
         return product
 
     def multiply(result: Any) -> Array:
-        plgpu.wgmma(result, a, plgpu.transpose_ref(b, (1, 0)))
+        plgpu.wgmma(result, a, b.transpose((1, 0)))
         return result[...]
 
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
