@@ -21,8 +21,8 @@ from sharding.topology import Topology
 TOPOLOGIES = ("v5e:1x1", "v5p:2x2x1", "v6e:1x1", "tpu7x:2x2x1")
 EXEMPT: dict[tuple[str, str], str] = {}
 """(shape, topology) -> a part of the compiler's reason for refusing it."""
-TEMPORARIES = 0.1
-"""Bytes of temporaries for each byte of arguments and results: no row of a choice is stored."""
+TEMPORARIES = 0.5
+"""Bytes of temporaries for each byte of arguments and results: matrices of odd sizes are copied to whole tiles."""
 
 
 @dataclass(frozen=True)
