@@ -19,13 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import result_like
+from pallas_kernels._compat import result_like, target_device
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
 from pallas_kernels.fused_moe.reference import fused_moe_reference
 
 LANES = 128
 VMEM_BYTES = 48 * 2**20
 """VMEM limit of the kernel: the smallest generation that it is compiled for has 64 MiB."""
+SMALL = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
+"""Kinds of device with 16 MiB of VMEM, which the kernel does not take."""
 PART_BYTES = 24 * 2**20
 """Most bytes of the matrices of two steps, of which one is fetched while the other is multiplied."""
 MAX_TOKENS = 128
@@ -46,12 +48,14 @@ def fused_moe_pallas_tpu(
 
     Raises:
         NotImplementedError: there are more than ``MAX_TOKENS`` tokens, they and a part of an expert do not fit into
-            VMEM, or see ``pallas_kernels._pallas.check_supported``.
+            VMEM, the device is ``SMALL``, or see ``pallas_kernels._pallas.check_supported``.
     """
     check_supported("pallas_tpu", x=x, gate=gate, up=up, down=down)
     (t, d), (count, _, f), item = x.shape, gate.shape, x.dtype.itemsize
     if t > MAX_TOKENS:
         raise NotImplementedError(f"pallas_tpu takes {MAX_TOKENS} tokens at most, not {t}.")
+    if (kind := target_device().kind) in SMALL:
+        raise NotImplementedError(f"pallas_tpu needs {VMEM_BYTES >> 20} MiB of VMEM; a {kind} has 16.")
     part = part_of_width(d, f, item)
     if (held := vmem_bytes(t, d, f, item)) > VMEM_BYTES:
         raise NotImplementedError(
@@ -130,14 +134,15 @@ def fused_moe_pallas_tpu(
 
 
 def fits(t: int, d: int, f: int, item_bytes: int) -> bool:
-    """Whether the kernel takes so many tokens and an expert of these sizes.
+    """Whether the kernel takes so many tokens and an expert of these sizes on the device that is compiled for.
 
     Args:
         t: tokens.
         d, f: embed, and width of an expert.
         item_bytes: bytes of an element.
     """
-    return t <= MAX_TOKENS and vmem_bytes(t, d, f, item_bytes) <= VMEM_BYTES
+    is_small = target_device().kind in SMALL
+    return not is_small and t <= MAX_TOKENS and vmem_bytes(t, d, f, item_bytes) <= VMEM_BYTES
 
 
 def vmem_bytes(t: int, d: int, f: int, item_bytes: int) -> int:
