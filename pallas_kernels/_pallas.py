@@ -49,9 +49,15 @@ def check_supported(name: str, dtypes: tuple[str, ...] = ("bfloat16", "float32")
         raise NotImplementedError(f"{name} takes no empty arrays: {named}.")
 
 
-def interpret_tpu() -> Any:
-    """``interpret=`` of a TPU kernel's ``pallas_call``: TPU interpret mode inside ``interpreting()``, else False."""
-    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if is_interpreting() else False
+def interpret_tpu(cores: int = 1) -> Any:
+    """``interpret=`` of a TPU kernel's ``pallas_call``: TPU interpret mode inside ``interpreting()``, else False.
+
+    Args:
+        cores: cores of a device that run the kernel at the same time.
+    """
+    if not is_interpreting():
+        return False
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=cores)
 
 
 def dot(a: Array, b: Array, over: tuple[int, int]) -> Array:

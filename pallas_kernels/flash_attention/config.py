@@ -16,11 +16,13 @@ class FlashTpuBlocks:
         rows: most rows of a block: queries times the query heads folded into one matmul; a power of two.
         kv: keys of a block.
         vmem_bytes: VMEM limit of a kernel; None for the compiler's default.
+        cores: cores that share the kernel; a kernel that is one grid is split over them by the compiler.
     """
 
     rows: int = 1024
     kv: int = 512
     vmem_bytes: int | None = None
+    cores: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class FlashHopperBlocks:
 
 
 _TPU = {
-    "TPU v4": FlashTpuBlocks(rows=512),
+    "TPU v4": FlashTpuBlocks(rows=512, cores=2),
     "TPU v5 lite": FlashTpuBlocks(vmem_bytes=64 * 2**20),
-    "TPU v5": FlashTpuBlocks(vmem_bytes=64 * 2**20),
+    "TPU v5": FlashTpuBlocks(vmem_bytes=64 * 2**20, cores=2),
     "TPU v6 lite": FlashTpuBlocks(vmem_bytes=64 * 2**20),
     "TPU7x": FlashTpuBlocks(vmem_bytes=48 * 2**20),
 }

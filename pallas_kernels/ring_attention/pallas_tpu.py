@@ -9,6 +9,9 @@ The residuals of the backward pass are a shard's own q, k, v, its output and one
 Positions follow from the layout, or are given; these and segment ids, four bytes a token, are all-gathered before the
 kernel starts, so that the blocks that the mask leaves at every step are known in advance.
 
+Where a device has two cores (v4, v5p) each does half of the kv heads: two rings of half the bytes, core to core, which
+wait for one another only at the end. An odd number of kv heads leaves the second core idle.
+
 Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of keys, V of values.
 """
 
@@ -194,6 +197,18 @@ class _RingPass(NamedTuple):
         """Index of the last step."""
         return next(iter(self.masks.values())).shape[0] - 1
 
+    @property
+    def cores(self) -> int:
+        """Cores of a device that share the kv heads."""
+        return self.blocks.cores if self.keys.layout.kv_heads % self.blocks.cores == 0 else 1
+
+    def core_part(self, ref: Any, dim: int) -> Any:
+        """This core's part of an array whose dimension ``dim`` is kv heads, or blocks of the heads that read them."""
+        if self.cores == 1:
+            return ref
+        size = ref.shape[dim] // self.cores
+        return ref.at[(slice(None),) * dim + (pl.ds(pl.program_id(0) * size, size),)]
+
     def run(
         self,
         at_step: Callable[[_RingStep], None],
@@ -227,9 +242,12 @@ class _RingPass(NamedTuple):
         scalars = {"keys_bounds": self.bounds[0], "queries_bounds": self.bounds[1], "neighbours": neighbours(self.ring)}
         names = (*scalars, *operands, *results)
         aliases = {names.index(f"{name}_before"): list(results).index(name) for name in state}
+        buffers = {*rotating, *accumulated}
+        heads = {name: 2 if name in buffers else 1 for name in (*operands, *results) if name not in masks}
 
         def body(*refs: Any) -> None:
             named, counters = dict(zip(names, refs, strict=False)), refs[len(names) :]
+            named |= {name: self.core_part(named[name], dim) for name, dim in heads.items()}
             at_step(
                 _RingStep(
                     self,
@@ -241,18 +259,18 @@ class _RingPass(NamedTuple):
         done = pl.pallas_call(
             body,
             out_shape=list(results.values()),
-            grid=(self.last + 1,),
+            grid=(self.cores, self.last + 1),
             in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalars)
             + [pl.BlockSpec(memory_space=pltpu.HBM)] * len(operands),
             out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(results),
             scratch_shapes=semaphores(rotating, accumulated),
             input_output_aliases=aliases,
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",),
+                dimension_semantics=("parallel", "arbitrary"),
                 vmem_limit_bytes=self.blocks.vmem_bytes,
                 collective_id=collective_id(self.ring) if self.last else None,
             ),
-            interpret=interpret_tpu(),
+            interpret=interpret_tpu(self.cores),
             cost_estimate=self.cost(operands | results, widths),
             name=f"ring_attention{at_step.__name__.removesuffix('_step')}",
         )(*scalars.values(), *operands.values())
@@ -278,6 +296,8 @@ class _RingStep(NamedTuple):
         self, kernel: Callable[..., None], grid: BlockGrid, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> None:
         """Runs ``kernel(refs, options, step)`` over all blocks of this step; outputs are accumulated."""
+        whole, cores = grid.layout, self.ring_pass.cores
+        grid = grid._replace(layout=whole._replace(heads=whole.heads // cores, kv_heads=whole.kv_heads // cores))
         which = "queries" if grid.inner_queries else "keys"
         bounds = _Bounds(self.refs[f"{which}_bounds"], self.exchange.step * grid.bounds.shape[0])
         masks = {name: self.refs[name] for name in ("q_pos", "q_seg") if name in self.refs}

@@ -52,11 +52,13 @@ def semaphores(rotating: Collection[str], accumulated: Collection[str]) -> list[
 
 
 class RingExchange(NamedTuple):
-    """Remote DMA of one step, inside a kernel whose grid runs over the steps.
+    """Remote DMA of one step of one core, inside a kernel whose grid runs over the cores of a device and the steps.
+
+    A core sends its own part of the arrays, to the same core of the neighbour: each has semaphores of its own.
 
     Attributes:
         refs: by name: ``neighbours``; for each rotating array ``own_NAME`` and NAME [2, ...]; for each accumulated one
-            NAME [2, ...].
+            NAME [2, ...]; of the core's part.
         axis: mesh axis of the ring.
         rotating, accumulated: names of the arrays.
         last: index of the last step; only accumulated arrays are sent in it.
@@ -81,7 +83,7 @@ class RingExchange(NamedTuple):
     @property
     def step(self) -> Any:
         """Index of the step, from 0."""
-        return pl.program_id(0)
+        return pl.program_id(1)
 
     @property
     def slot(self) -> Any:
@@ -152,7 +154,8 @@ class RingExchange(NamedTuple):
 
     def _signal(self, semaphore: Any, which: int) -> None:
         to = self.refs["neighbours"][which]
-        pl.semaphore_signal(semaphore, 1, **self._address(to))
+        core = {} if pl.num_programs(0) == 1 else {"core_index": pl.program_id(0)}
+        pl.semaphore_signal(semaphore, 1, **core, **self._address(to))
 
     def _copies(self) -> list[Any]:
         here, there = self.slot, 1 - self.slot

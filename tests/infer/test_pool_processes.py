@@ -300,6 +300,24 @@ def test_an_engine_without_requests_leaves_at_once(float64, used: bool):
         engine.close()
 
 
+def test_a_process_that_is_stopped_while_it_connects_ends(float64, monkeypatch):
+    """``stop`` comes when both connections are made and ``serve`` does not have them yet."""
+    listener = pool_processes.listening()
+    listener.expect(decode_engine()._facts)
+    join = decode_engine()._join
+
+    def joined(*where: Any) -> Any:
+        links = join(*where)
+        decode_engine().stop()
+        return links
+
+    monkeypatch.setattr(decode_engine(), "_join", joined)
+    with pool_processes.in_thread(decode_engine(), listener) as thread:
+        thread.join(5)
+        assert not thread.is_alive()
+    listener.close()
+
+
 def test_a_spare_process_may_leave(float64):
     """One that waits for an engine's place goes, and the next request does not get it."""
     listener = pool_processes.listening()

@@ -6,6 +6,7 @@ Legend: B batch, S tokens of a shard, N query heads, K kv heads, H head dim of k
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Case(NamedTuple):
     layout: str = "zigzag"
     b: int = 2
     rings: int = 1  # side by side, the batch split over them
+    cores: int = 1  # of a TPU
 
 
 CASES = {
@@ -55,8 +57,17 @@ CASES = {
     "sinks, three shards, zigzag": Case(3, 4, 2, 1, 8, sinks=True, b=1),
     "two rings": Case(2, 4, 2, 1, packed=True, sinks=True, rings=2),
     "packed, three shards, striped": Case(3, 4, 2, 2, packed=True, layout="striped", b=1),
+    "two cores of three shards": Case(3, 4, 4, 2, packed=True, layout="striped", b=1, cores=2),
+    "two cores, everything": Case(4, 6, 8, 4, 3, True, 9, 1.3, True, cores=2),
+    "two cores, two rings": Case(2, 4, 4, 2, packed=True, sinks=True, rings=2, cores=2),
+    "two cores, odd kv heads": Case(2, 4, 3, 3, cores=2),
 }
-KILLERS = ("sinks, three shards, zigzag", "packed, three shards, striped", "everything of three shards, contiguous")
+KILLERS = (
+    "sinks, three shards, zigzag",
+    "packed, three shards, striped",
+    "everything of three shards, contiguous",
+    "two cores of three shards",
+)
 """Cases that a mutant is tried on, until one fails; see tests/proofs/kernels/mutants.py."""
 
 _ALIKE = "None if {0} is None else jnp.ones_like({0})".format
@@ -86,6 +97,7 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("pallas_tpu", "sums sent without room"): ("tpu_remote_dma", "pl.semaphore_wait(self.grads_free, 1)", "pass"),
     ("pallas_tpu", "not waited for"): ("tpu_remote_dma", "_wait(self._copies())", "pass"),
     ("pallas_tpu", "sums not waited for"): ("tpu_remote_dma", "_wait(self._grad_copies())", "pass"),
+    ("pallas_tpu", "heads of another core"): ("pallas_tpu", "pl.ds(pl.program_id(0) * size, size)", "pl.ds(0, size)"),
     ("pallas_tpu", "wrong buffer"): (
         "tpu_remote_dma",
         "here, there = self.slot, 1 - self.slot",
@@ -108,6 +120,15 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tpu_grid, "LANES", 8)
         patch.setattr(config, "tpu_blocks", lambda *_: config.FlashTpuBlocks(rows=16, kv=8))
+        yield
+
+
+@contextlib.contextmanager
+def of_cores(cores: int) -> Iterator[None]:
+    """Devices of so many cores."""
+    blocks = config.tpu_blocks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "tpu_blocks", lambda *given: dataclasses.replace(blocks(*given), cores=cores))
         yield
 
 
@@ -188,6 +209,7 @@ def check(implementation: str, case: Case, rng: np.random.Generator, bound: floa
         if implementation.startswith("pallas"):
             stack.enter_context(interpreting())
             stack.enter_context(races.none_found())
+            stack.enter_context(of_cores(case.cores))
         got = split(arrays, segments, sinks, case, case.layout, implementation)
     with environment.x64():
         exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]

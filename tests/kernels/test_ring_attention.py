@@ -16,15 +16,17 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import explain
+from pallas_kernels._compat import interpreting
+from pallas_kernels.flash_attention import config
 from pallas_kernels.ring_attention import order, places, ring_attention
 from pallas_kernels.ring_attention.layout import LAYOUTS
 from tests import environment
-from tests.kernels.ring_body import CASES, Case, check_rings, draw, error, split, whole
+from tests.kernels.ring_body import CASES, Case, check_rings, draw, error, of_cores, split, whole
 from tests.models.jaxprs import equations
 
 implementations = pytest.mark.parametrize("implementation", ["xla", "reference"])
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-NAMES = [name for name in CASES if "three shards" not in name]
+NAMES = [name for name, case in CASES.items() if "three shards" not in name and case.cores == 1]
 cases = pytest.mark.parametrize("case", [CASES[name] for name in NAMES], ids=NAMES)
 
 
@@ -133,6 +135,33 @@ def test_what_cannot_be_is_refused(rng):
 def test_on_a_tpu_none_chooses_the_kernels_that_send():
     assert explain("ring_attention", platform="tpu").startswith("ring_attention on tpu: pallas_tpu")
     assert explain("ring_attention", platform="gpu").startswith("ring_attention on gpu: xla")
+
+
+@pytest.mark.parametrize(("kv_heads", "cores"), [(2, 2), (1, 1), (3, 1)])
+def test_both_cores_of_a_device_share_the_kv_heads(kv_heads, cores):
+    """Grids of the kernels, forward and backward: cores, then steps."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Explicit,))
+    rows = P(None, "context")
+    attend = functools.partial(ring_attention, axis="context", implementation="pallas_tpu")
+
+    def loss(q, k, v):
+        return jax.shard_map(attend, in_specs=(rows,) * 3, out_specs=rows)(q, k, v).sum()
+
+    with jax.set_mesh(mesh), interpreting(), of_cores(2):
+        sharding = jax.NamedSharding(mesh, rows)
+        sizes = [(1, 32, heads, 8) for heads in (6, kv_heads, kv_heads)]
+        args = [jax.ShapeDtypeStruct(size, jnp.float32, sharding=sharding) for size in sizes]
+        jaxpr = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*args).jaxpr
+    grids = [e.params["grid_mapping"].grid for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
+    assert grids == [(cores, 4)] * 2
+
+
+def test_which_tpus_have_two_cores():
+    cores = {
+        kind: config.tpu_blocks(kind, 2).cores for kind in ("TPU v4", "TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
+    }
+    assert [kind for kind, count in cores.items() if count == 2] == ["TPU v4", "TPU v5"]
+    assert set(cores.values()) == {1, 2}
 
 
 def test_the_kernels_of_a_tpu_are_refused_elsewhere():

@@ -116,6 +116,8 @@ class DecodeProcess:
                 self._stopped.wait(RETRY)
                 continue
             self._links = [link, page_link]
+            if self._stopped.is_set():  # while these links were made, so that `stop` has not seen them
+                self.stop()
             if self._leaving.is_set():
                 link.send(LEAVING)
             told(f"connected to the prefill process at {address}")
