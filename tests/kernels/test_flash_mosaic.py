@@ -6,8 +6,6 @@ The simulation multiplies what lies in shared memory; that wgmma takes the opera
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,44 +14,17 @@ import pytest
 from pallas_kernels import _mosaic_gpu, _pallas, _self_check, explain
 from pallas_kernels._compat import TargetDevice, interpreting
 from pallas_kernels.flash_attention import flash_attention
-from sharding.isolate import run_isolated
-from tests.kernels import flash_body, gpu_simulation
-from tests.kernels.flash_aot import Shape
+from tests.kernels import gpu_simulation
 from tests.kernels.flash_body import Case, draw, error, forward_and_vjp
-
-CASES = {
-    "one token": Case(1, 1, 1, 1, 1, 2),
-    "causal, three heads a kv head": Case(1, 17, 17, 3, 1, 4),
-    "packed, two rows": Case(2, 11, 11, 2, 2, 4, "packed"),
-    "window": Case(1, 29, 29, 1, 1, 4, window=5),
-    "everything": Case(1, 11, 19, 2, 1, 4, "both", v=3, window=9, softcap=1.3, sinks=True),
-}
-SHAPES = {
-    "Llama-3.1-8B, packed": Shape(8192, 32, 8, 128, packed=True, kernel="mosaic_gpu"),
-    "odd length, float16": Shape(1001, 9, 3, 64, dtype="float16", kernel="mosaic_gpu"),
-    "everything": Shape(
-        900,
-        4,
-        1,
-        64,
-        v=128,
-        t=1500,
-        packed=True,
-        positions=True,
-        sinks=True,
-        window=99,
-        softcap=30.0,
-        kernel="mosaic_gpu",
-    ),
-}
-
+from tests.kernels.flash_hopper_aot import TEMPORARIES, compile_cell
+from tests.kernels.flash_hopper_body import CASES, check, small_pieces
 
 @pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_formula(name, rng):
     """Output, logsumexp and gradients in float32 against float64, twice the same bits, without a race."""
-    with flash_body.small_pieces():
-        flash_body.check("mosaic_gpu", CASES[name], rng)
+    with small_pieces():
+        check("mosaic_gpu", CASES[name], rng)
 
 
 @pytest.mark.drawn(0.2)
@@ -86,14 +57,13 @@ def test_self_check_does_not_pass_a_kernel_that_takes_nothing():
 
 
 @pytest.mark.drawn(0.3)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["Llama-3.1-8B, packed", "odd length, float16", "everything"])
 def test_compiles_for_hopper(name):
     """Forward and backward: operands of wgmma and the size of shared memory are legal; temporaries, copies padded to
     whole blocks included, are smaller than arguments and results.
     """
-    shape = dataclasses.asdict(SHAPES[name])
-    found = run_isolated("tests.kernels.flash_aot:compile_on", "h100:1x2", {"shape": shape})
-    assert found["temp_bytes"] <= found["bytes"]
+    found = compile_cell(name, "h100:1x2")
+    assert found["temp_bytes"] <= TEMPORARIES * found["bytes"]
 
 
 def test_limits_are_named(monkeypatch):
