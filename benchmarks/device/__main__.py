@@ -6,11 +6,11 @@
     python -m benchmarks.device --report figures                      writes docs/performance.md and the tuned blocks
     python -m benchmarks.device --wheels wheels                       downloads what a bare Python 3.12 with jax lacks
 
-In order: verdicts of the kernels' self-check, block sizes, flash and paged attention beside cuDNN and torch, training
-steps (MFU, memory and time beside the plan's), decoding beside its roofline, and how much of an offload's copies is
-hidden. Each slice is a process of its own and is written to OUT/device.json when it ends: the command may be stopped at
-any time, and the same OUT may be carried to the next machine of that kind. Slices that time nothing, such as verdicts,
-run at the same time. On the device:
+In order: verdicts of the self-check on every kernel of the platform, those that no default chooses too, block sizes,
+flash and paged attention beside cuDNN and torch, training steps (MFU, memory and time beside the plan's), decoding
+beside its roofline, and how much of an offload's copies is hidden. Each slice is a process of its own and is written to
+OUT/device.json when it ends: the command may be stopped at any time, and the same OUT may be carried to the next
+machine of that kind. Slices that time nothing, such as verdicts, run at the same time. On the device:
 
     pip install --no-index --find-links wheels wheels/*.whl && python -m benchmarks.device --minutes 9 --out figures
 """
@@ -39,16 +39,19 @@ from jaxllm.compiler.aot import to_stderr
 from jaxllm.files import write_json
 from sharding.isolate import run_isolated
 
-ABOUT = "import jax, json, sys; d = jax.devices()[0]; print(json.dumps([d.device_kind, jax.__version__, sys.version]))"
+ABOUT = (
+    "import jax, json, sys; from pallas_kernels._compat import target_device; here = target_device(); "
+    "print(json.dumps([here.kind, here.platform, jax.__version__, sys.version]))"
+)
 LINES = 40
 """Of what a slice that failed said last, to be kept beside its figures."""
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"}
 
 
 def here() -> dict[str, str]:
-    """Kind of the device and versions, from a process that releases it."""
+    """Kind of the device, its platform and versions, from a process that releases it."""
     said = subprocess.run([sys.executable, "-c", ABOUT], capture_output=True, text=True, check=True).stdout
-    return dict(zip(("device", "jax", "python"), json.loads(said.splitlines()[-1]), strict=True))
+    return dict(zip(("device", "platform", "jax", "python"), json.loads(said.splitlines()[-1]), strict=True))
 
 
 def measured(one: Slice, tiny: bool, seconds: float) -> dict[str, Any]:
@@ -90,6 +93,7 @@ def measure_all(file: Path, minutes: float, chosen: Sequence[Slice], tiny: bool)
         raise SystemExit(
             f"{file} has figures of {kept['about']['device']}, and this is {about['device']}: another --out."
         )
+    chosen = [one for one in chosen if one.is_for(about["platform"])]
     left = [one for one in chosen if one.name not in kept["slices"]]
     print(f"{about['device']}, jax {about['jax']}: {len(left)} slices to measure", flush=True)
     keeping, remaining = threading.Lock(), lambda: 60 * minutes - (time.monotonic() - began)

@@ -9,6 +9,8 @@ from typing import Any
 from benchmarks.peers.interleaved import markdown
 from jaxllm.tune import kernel_tuning
 from jaxllm.tune.kernel_tuning import TunedCase
+from pallas_kernels._dispatch import ONLY_BY_NAME
+from pallas_kernels._self_check import DTYPES
 from sharding.topology import GIB
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/performance.md"
@@ -49,15 +51,15 @@ def _of(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _verdicts(found: Mapping[str, Any]) -> str:
-    rows = [
-        (
-            name,
-            "chosen" if one["passed"] else f"not chosen: {one['why']}",
-            *(f"{e:.1e}" for e in one["errors"].values()),
-        )
-        for name, one in _of(found, "verdict ")
-    ]
-    return _table(("kernel", "verdict", "bfloat16", "float32"), rows)
+    rows = []
+    for _, one in _of(found, "verdict "):
+        by_name = one["implementation"] in ONLY_BY_NAME
+        passed = "agrees, used by name" if by_name else "chosen"
+        failed = "not chosen" if not by_name else "differs" if one["errors"] else "not compared"
+        verdict = passed if one["passed"] else f"{failed}: {one['why']}"
+        errors = (f"{one['errors'][dtype]:.1e}" if dtype in one["errors"] else "" for dtype in DTYPES)
+        rows.append((one["operation"], one["implementation"], verdict, *errors))
+    return _table(("operation", "kernel", "verdict", *DTYPES), rows)
 
 
 def _tuning(found: Mapping[str, Any]) -> str:

@@ -38,8 +38,7 @@ from jaxllm.plan.formulas.device_work import DeviceWork
 from jaxllm.plan.hardware import Cluster
 from jaxllm.train.compile_step import compile_here
 from jaxllm.tune import kernel_tuning
-from pallas_kernels import _self_check
-from pallas_kernels._compat import target_device
+from pallas_kernels import _dispatch, _self_check
 from recipes.llama3 import llama3_1b
 from sharding import MeshSpec, isolate
 from sharding.topology import Topology
@@ -65,6 +64,7 @@ class Slice:
         arguments: arguments of both.
         minutes: that it takes at most, first compilation included; it is not started with less left.
         timed: whether it times anything; those that do not may run at once.
+        platform: the only one that it is for, such as "gpu"; empty: any.
     """
 
     part: str
@@ -73,14 +73,19 @@ class Slice:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     minutes: float = 1.0
     timed: bool = True
+    platform: str = ""
+
+    def is_for(self, platform: str) -> bool:
+        return self.platform in ("", platform)
 
 
 def slices(tiny: bool = False) -> list[Slice]:
     """All slices in order; tiny ones to try the kit."""
-    found = [
-        Slice("verdicts", f"verdict {operation}", "verdict", {"operation": operation}, timed=False)
-        for operation in _self_check.SAMPLES
-    ]
+    found = list[Slice]()
+    for operation, kernel, platform in kernels():
+        arguments = {"operation": operation, "implementation": kernel}
+        name = f"verdict {operation} {kernel}"
+        found.append(Slice("verdicts", name, "verdict", arguments, timed=False, platform=platform))
     for dim in () if tiny else (128, 64, 256):
         found.append(Slice("tuning", f"tuning flash_attention {dim}", "tuning", {"head_dim": dim}, 4.0))
     for operation, module in KERNELS.items():
@@ -100,13 +105,22 @@ def slices(tiny: bool = False) -> list[Slice]:
     return found
 
 
+def kernels() -> list[tuple[str, str, str]]:
+    """Operation, implementation and platform of every kernel that has samples, those that no default chooses too."""
+    return [
+        (operation, name, _dispatch.PLATFORMS[name])
+        for operation in _self_check.SAMPLES
+        for name in importlib.import_module(_dispatch.OPERATIONS[operation]).IMPLEMENTATIONS
+        if name in _dispatch.PLATFORMS
+    ]
+
+
 # --- on the device ----------------------------------------------------------------------------------------------------
 
 
-def measure_verdict(operation: str) -> dict[str, Any]:
-    """Verdict of the self-check on an operation's kernel here, made anew."""
-    name = f"pallas_{target_device().platform}"
-    return dataclasses.asdict(_self_check.check(operation, name, jax.devices()[0]))
+def measure_verdict(operation: str, implementation: str) -> dict[str, Any]:
+    """Verdict of the self-check on a kernel here, made anew."""
+    return dataclasses.asdict(_self_check.check(operation, implementation, jax.devices()[0]))
 
 
 def measure_tuning(head_dim: int) -> dict[str, Any]:
@@ -161,16 +175,18 @@ def measure_decoding(batch: int, tiny: bool = False) -> dict[str, Any]:
 # --- for an absent device ---------------------------------------------------------------------------------------------
 
 
-def compile_verdict(topology: Topology, operation: str) -> dict[str, Any]:
-    """Compiles the samples of a self-check, forward and backward."""
+def compile_verdict(topology: Topology, operation: str, implementation: str) -> dict[str, Any]:
+    """Compiles the samples of a self-check that a kernel takes, forward and backward; says why, if it takes none."""
     samples = importlib.import_module(_self_check.SAMPLES[operation]).samples
-    kernel = f"pallas_{topology.platform}"
-    found = [
-        _compiled(topology, functools.partial(sample.run, kernel), sample.arrays, sample.differentiated)
-        for dtype in _self_check.DTYPES
-        for sample in samples(dtype)
-    ]
-    return {"temporaries": max(found)}
+    found, refused = list[int](), ""
+    for dtype in _self_check.DTYPES:
+        for sample in samples(dtype):
+            run = functools.partial(sample.run, implementation)
+            try:
+                found.append(_compiled(topology, run, sample.arrays, sample.differentiated))
+            except NotImplementedError as refusal:  # as in the check itself
+                refused = refused or str(refusal)
+    return {"temporaries": max(found), "samples": len(found)} if found else {"refused": refused}
 
 
 def compile_tuning(topology: Topology, head_dim: int) -> dict[str, Any]:
@@ -207,7 +223,7 @@ def compiled_here(topology: Topology, tiny: bool, names: list[str]) -> dict[str,
     """Compiles the slices of those names; one that does not compile says why."""
     found: dict[str, dict[str, Any]] = {}
     for one in slices(tiny):
-        if one.name not in names:
+        if one.name not in names or not one.is_for(topology.platform):
             continue
         began = time.monotonic()
         isolate.stage(one.name)

@@ -10,17 +10,23 @@ from pallas_kernels.grouped_matmul.api import grouped_matmul
 
 
 def samples(dtype: DTypeLike) -> list[Sample]:
-    """Groups of no whole number of tiles, empty ones, rows after the last; more tiles than are kept together.
+    """Groups of no whole number of tiles, empty ones, rows after the last; more tiles than are kept together. Then the
+    same in rows and columns of whole tiles, which ``mosaic_gpu`` takes alone.
 
     A group ends a row after a tile of 128 does, and two tiles that do not run one after the other share rows.
     """
-    sizes = jnp.array([37, 250, 0, 290, 1, 0, 403, 172, 60, 0], jnp.int32)
-    lhs, rhs = normal(0, 1230, 80, dtype=dtype), normal(1, 10, 80, 72, dtype=dtype)
     return [
-        Sample(
-            "uneven groups",
-            lambda name, lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, implementation=name),
-            (lhs, rhs, sizes),
-            2,
-        )
+        _sample("uneven groups", (37, 250, 0, 290, 1, 0, 403, 172, 60, 0), (1230, 80, 72), dtype),
+        _sample("uneven groups, whole tiles", (37, 0, 120, 5, 1, 0, 30, 20), (256, 192, 128), dtype),
     ]
+
+
+def _sample(label: str, sizes: tuple[int, ...], shape: tuple[int, int, int], dtype: DTypeLike) -> Sample:
+    rows, inner, columns = shape
+    lhs, rhs = normal(0, rows, inner, dtype=dtype), normal(1, len(sizes), inner, columns, dtype=dtype)
+    return Sample(
+        label,
+        lambda name, lhs, rhs, sizes: grouped_matmul(lhs, rhs, sizes, implementation=name),
+        (lhs, rhs, jnp.array(sizes, jnp.int32)),
+        2,
+    )

@@ -8,21 +8,38 @@ import pytest
 
 from benchmarks.device import __main__ as kit
 from benchmarks.device import report, wheels
-from benchmarks.device.slices import PARTS, slices
+from benchmarks.device.slices import PARTS, kernels, slices
+from pallas_kernels._dispatch import PLATFORMS
+from pallas_kernels._self_check import SAMPLES
 
-ABOUT = {"device": "NVIDIA Test", "jax": "1.0", "python": "3.12.1 (main)"}
+ABOUT = {"device": "NVIDIA Test", "platform": "gpu", "jax": "1.0", "python": "3.12.1 (main)"}
 CASE = "head dim 128, 2 bytes"
 BLOCKS = {"blocks": {"kv": 32}, "before": 2e-3, "after": 1e-3}
 ROW = {"step_seconds": 0.5, "mfu": 0.4, "peak_bytes": 2**31}
 PREDICTED = {"seconds": 0.4, "bytes": 2**30, "copies": 0.2}
 
 
+def of_gpus():
+    """Slices of a GPU."""
+    return [one for one in slices() if one.is_for("gpu")]
+
+
+def verdict(operation="", implementation="", *_):
+    """mosaic_gpu and cuDNN take no float32; cuDNN is not installed."""
+    errors = {"bfloat16": 1e-3, "float32": 1e-6}
+    errors = {} if implementation == "cudnn" else errors if implementation == "pallas_gpu" else {"bfloat16": 2e-3}
+    why = "" if errors else "it takes none of the samples: cuDNN not found"
+    kernel = {"operation": operation, "implementation": implementation}
+    return kernel | {"passed": bool(errors), "why": why, "errors": errors}
+
+
 def result(name):
     """Figures of a slice, as it would measure them."""
-    part = name.split()[0].rstrip(",")
+    part, *words = name.split()
+    part = part.rstrip(",")
     took = {"offload, remat elementwise": 0.5, "offload, remat offload": 0.55}.get(name, 0.6)
     return {
-        "verdict": {"passed": True, "why": "", "errors": {"bfloat16": 1e-3, "float32": 1e-6}},
+        "verdict": verdict(*words),
         "tuning": {"case": CASE, "operation": "flash_attention", "kind": "NVIDIA Test"} | BLOCKS,
         "training": {"setting": {"layers": 12}, "row": ROW, "predicted": PREDICTED},
         "decoding": {"tokens_per_second": 1234.0, "roofline": 0.7, "ready": 3.0},
@@ -55,6 +72,21 @@ def test_slices_are_named_once_and_in_order():
     assert {one.part for one in found} == set(PARTS)
 
 
+def test_every_kernel_of_a_platform_has_a_verdict():
+    """Those that are used by name alone too, and none of another platform."""
+
+    def on(platform):
+        return [one.name for one in slices() if one.part == "verdicts" and one.is_for(platform)]
+
+    assert {operation for operation, _, _ in kernels()} == set(SAMPLES)
+    assert {"verdict flash_attention mosaic_gpu", "verdict flash_attention cudnn"} <= set(on("gpu"))
+    assert "verdict grouped_matmul mosaic_gpu" in on("gpu")
+    assert "verdict fused_moe pallas_tpu" in on("tpu")
+    assert on("cpu") == ["verdict packed_matmul native"]
+    for platform in ("gpu", "tpu", "cpu"):
+        assert {PLATFORMS[name.split()[-1]] for name in on(platform)} == {platform}
+
+
 def test_it_stops_in_time_and_goes_on(device, tmp_path, capsys):
     """A slice is not started with less time than it may take; the next call has those that are left."""
     calls = 0
@@ -62,9 +94,9 @@ def test_it_stops_in_time_and_goes_on(device, tmp_path, capsys):
         calls += 1
         assert calls < 20
     assert calls > 2
-    untimed = [one.name for one in slices() if not one.timed]
+    untimed = [one.name for one in of_gpus() if not one.timed]
     assert set(device[: len(untimed)]) == set(untimed), "they run at once, before the others"
-    assert sorted(device) == sorted(one.name for one in slices())
+    assert sorted(device) == sorted(one.name for one in of_gpus())
     said = capsys.readouterr().out
     assert "slices are left: the same command goes on." in said
     assert said.endswith("everything is measured.\n")
@@ -121,6 +153,9 @@ def test_the_report_writes_the_page_and_the_blocks(device, tmp_path, monkeypatch
     assert text.startswith(f"above\n{report.BEGIN}\nNVIDIA Test, jax 1.0, Python 3.12.1.")
     assert text.endswith(f"{report.END}\nbelow\n")
     assert "old" not in text
+    assert "| flash_attention | pallas_gpu | chosen | 1.0e-03 | 1.0e-06 |" in text
+    assert "| flash_attention | mosaic_gpu | agrees, used by name | 2.0e-03 |  |" in text
+    assert "| flash_attention | cudnn | not compared: it takes none of the samples: cuDNN not found |  |  |" in text
     assert "| 124m bf16, 12 layers | 0.5000 | 0.4000 | 40.0% | 2.0 | 1.0 |" in text
     assert f"| {CASE} | kv 32 | 2.000 -> 1.000 |" in text
     assert stored
@@ -141,3 +176,15 @@ def test_wheels_are_what_jax_does_not_bring():
 def test_a_tiny_dry_run_compiles(capsys):
     assert kit.main(["--dry-run", "--tiny", "--on", "h100:1x1", "--parts", "kernels"]) == 0
     assert '"pallas_gpu": ' in capsys.readouterr().out
+
+
+@pytest.mark.drawn(0.3)
+def test_a_dry_run_compiles_the_kernels_of_the_target(capsys):
+    """One that takes no sample there, since its library is missing say, is no failure: the table says it."""
+    arguments = ["--dry-run", "--tiny", "--on", "h100:1x1", "--only", "verdict grouped_matmul *,verdict * cudnn"]
+    assert kit.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert '  verdict grouped_matmul pallas_gpu: {"temporaries": ' in out
+    assert '  verdict grouped_matmul mosaic_gpu: {"temporaries": ' in out
+    assert "verdict grouped_matmul pallas_tpu" not in out
+    assert "verdict flash_attention cudnn: {" in out

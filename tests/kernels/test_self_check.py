@@ -18,7 +18,8 @@ from pallas_kernels._dispatch import dispatch
 from pallas_kernels._self_check import Sample, Verdict
 from pallas_kernels.flash_attention import check_samples
 from tests import environment
-from tests.proofs.kernels.mutants import mutated
+from tests.proofs.kernels.mutants import bodies, mutated
+from tests.proofs.kernels.self_check import KERNELS, MUTANTS, UNSEEN, self_check_sees_mutants
 
 GPU = TargetDevice("gpu", "NVIDIA Test")
 TPU = TargetDevice("tpu", "TPU Test")
@@ -250,3 +251,22 @@ def test_a_mutant_does_not():
         verdict = _self_check.check("grouped_matmul", "pallas_gpu", jax.devices()[0])
     assert not verdict.passed
     assert "uneven groups: differs from the reference by" in verdict.why
+
+
+@pytest.mark.drawn(0.3)
+def test_nor_does_one_of_a_tpu_kernel():
+    """A width in several parts takes experts of millions of weights: smaller ones pass whole."""
+    mutant = "fused_moe", "another part of the width"
+    assert mutant in MUTANTS
+    self_check_sees_mutants(mutant)
+
+
+def test_mistakes_of_every_kernel_are_shown_to_its_samples():
+    """A kernel for TPUs alone too; a mistake that is said to be unseen is one that there is."""
+    shown = {KERNELS[name] for name, _ in MUTANTS}
+    of = {operation: {kernel for one, kernel in shown if one == operation} for operation in _self_check.SAMPLES}
+    assert of["fused_moe"] == {"pallas_tpu"}
+    assert of["grouped_matmul"] == {"pallas_gpu", "mosaic_gpu"}
+    for (name, what), why in UNSEEN.items():
+        assert (KERNELS[name][1], what) in bodies()[name].MUTATIONS
+        assert why
