@@ -19,19 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels._compat import result_like, target_device
+from pallas_kernels._compat import result_like
 from pallas_kernels._pallas import bytes_of, check_supported, cost, dot, interpret_tpu
+from pallas_kernels.fused_moe import config
 from pallas_kernels.fused_moe.reference import fused_moe_reference
-
-LANES = 128
-VMEM_BYTES = 48 * 2**20
-"""VMEM limit of the kernel: the smallest generation that it is compiled for has 64 MiB."""
-SMALL = ("TPU v2", "TPU v3", "TPU v4", "TPU v4 lite")
-"""Kinds of device with 16 MiB of VMEM, which the kernel does not take."""
-PART_BYTES = 24 * 2**20
-"""Most bytes of the matrices of two steps, of which one is fetched while the other is multiplied."""
-MAX_TOKENS = 128
-"""Most tokens: with more, the work for experts that a token did not choose takes longer than reading weights."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -47,21 +38,13 @@ def fused_moe_pallas_tpu(
     """Fused mixture of experts on TPUs; see ``fused_moe``.
 
     Raises:
-        NotImplementedError: there are more than ``MAX_TOKENS`` tokens, they and a part of an expert do not fit into
-            VMEM, the device is ``SMALL``, or see ``pallas_kernels._pallas.check_supported``.
+        NotImplementedError: see ``config.refusal`` and ``pallas_kernels._pallas.check_supported``.
     """
     check_supported("pallas_tpu", x=x, gate=gate, up=up, down=down)
     (t, d), (count, _, f), item = x.shape, gate.shape, x.dtype.itemsize
-    if t > MAX_TOKENS:
-        raise NotImplementedError(f"pallas_tpu takes {MAX_TOKENS} tokens at most, not {t}.")
-    if (kind := target_device().kind) in SMALL:
-        raise NotImplementedError(f"pallas_tpu needs {VMEM_BYTES >> 20} MiB of VMEM; a {kind} has 16.")
-    part = part_of_width(d, f, item)
-    if (held := vmem_bytes(t, d, f, item)) > VMEM_BYTES:
-        raise NotImplementedError(
-            f"pallas_tpu needs {held / 2**20:.0f} MiB of VMEM for {t} tokens of {d} columns and {part} of an expert's "
-            f"{f} inner columns and has {VMEM_BYTES >> 20}."
-        )
+    if why := config.refusal(t, d, f, item):
+        raise NotImplementedError(why)
+    part = config.part_of_width(d, f, item)
     parts = f // part
     chosen = jnp.zeros(count, jnp.int32).at[experts.reshape(-1)].set(1, mode="drop")
     visits = jnp.argsort(1 - chosen, stable=True).astype(jnp.int32)
@@ -118,7 +101,7 @@ def fused_moe_pallas_tpu(
             scratch_shapes=[pltpu.VMEM((t, d), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=config.VMEM_BYTES
         ),
         interpret=interpret_tpu(),
         # The most: as many experts as tokens choose.
@@ -131,43 +114,6 @@ def fused_moe_pallas_tpu(
     )
     scalars = visits, jnp.sum(chosen, keepdims=True, dtype=jnp.int32)
     return call(*scalars, experts.astype(jnp.int32), weights.astype(jnp.float32), x, gate, up, down)
-
-
-def fits(t: int, d: int, f: int, item_bytes: int) -> bool:
-    """Whether the kernel takes so many tokens and an expert of these sizes on the device that is compiled for.
-
-    Args:
-        t: tokens.
-        d, f: embed, and width of an expert.
-        item_bytes: bytes of an element.
-    """
-    is_small = target_device().kind in SMALL
-    return not is_small and t <= MAX_TOKENS and vmem_bytes(t, d, f, item_bytes) <= VMEM_BYTES
-
-
-def vmem_bytes(t: int, d: int, f: int, item_bytes: int) -> int:
-    """Bytes of VMEM: matrices of two steps, tokens and results twice, their sums, and inner activations in float32.
-
-    Args:
-        t: tokens.
-        d, f: embed, and width of an expert.
-        item_bytes: bytes of an element.
-    """
-    part = part_of_width(d, f, item_bytes)
-    return 6 * item_bytes * d * part + (4 * item_bytes + 4) * t * d + 8 * t * part
-
-
-def part_of_width(d: int, f: int, item_bytes: int) -> int:
-    """Inner columns of one step: as many as keep the matrices of two steps within ``PART_BYTES``; all, where F has no
-    such divisor in whole lanes.
-
-    Args:
-        d, f: embed, and width of an expert.
-        item_bytes: bytes of an element.
-    """
-    divisors = [part for part in range(LANES, f + 1, LANES) if f % part == 0]
-    fitting = [part for part in divisors if 6 * item_bytes * d * part <= PART_BYTES]
-    return max(fitting, default=min(divisors, default=f))
 
 
 def _forward(*args: Any) -> tuple[Array, tuple[Array, ...]]:

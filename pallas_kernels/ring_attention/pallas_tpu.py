@@ -249,11 +249,7 @@ class _RingPass(NamedTuple):
             named, counters = dict(zip(names, refs, strict=False)), refs[len(names) :]
             named |= {name: self.core_part(named[name], dim) for name, dim in heads.items()}
             at_step(
-                _RingStep(
-                    self,
-                    named,
-                    RingExchange(named, self.ring.axis, tuple(rotating), tuple(accumulated), self.last, *counters),
-                )
+                _RingStep(self, named, RingExchange(named, tuple(rotating), tuple(accumulated), self.last, *counters))
             )
 
         done = pl.pallas_call(

@@ -22,22 +22,18 @@ from jaxtyping import Array, Int
 from pallas_kernels.ring_attention.xla import RingConfig
 
 _LEFT, _RIGHT = 0, 1
-_BY_AXIS = jax.__version_info__ >= (0, 12)
-"""Whether a device is addressed by its index on one mesh axis, the others being the sender's; else by a logical id."""
 
 
-def neighbours(ring: RingConfig) -> Int[Array, "2"]:
-    """Left neighbour (sender) and right neighbour (receiver) on the ring, as remote DMA addresses them: their indices
-    on the ring's axis, or logical device ids, row-major in the mesh.
+def neighbours(ring: RingConfig) -> Int[Array, "2 A"]:
+    """Indices on the A mesh axes of the left neighbour (sender) and of the right neighbour (receiver) on the ring.
+
+    All are said, though but one differs from the sender's: where a kernel asks for the others itself, jax 0.12 cannot
+    lower it.
     """
-    mesh, mine = jax.sharding.get_abstract_mesh(), ring.place()
+    mine = ring.place()
     both = jax.lax.axis_index(ring.axis) - mine + jnp.stack([mine - 1, mine + 1]) % ring.shards
-    if _BY_AXIS:
-        return both
-    place = jnp.zeros(2, jnp.int32)
-    for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
-        place = place * size + (both if name == ring.axis else jax.lax.axis_index(name))
-    return place
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return jnp.stack([both if n == ring.axis else jnp.full(2, jax.lax.axis_index(n)) for n in names], axis=1)
 
 
 def collective_id(ring: RingConfig) -> int:
@@ -59,7 +55,6 @@ class RingExchange(NamedTuple):
     Attributes:
         refs: by name: ``neighbours``; for each rotating array ``own_NAME`` and NAME [2, ...]; for each accumulated one
             NAME [2, ...]; of the core's part.
-        axis: mesh axis of the ring.
         rotating, accumulated: names of the arrays.
         last: index of the last step; only accumulated arrays are sent in it.
         loaded, sent, arrived: DMA semaphores of the rotating arrays.
@@ -68,7 +63,6 @@ class RingExchange(NamedTuple):
     """
 
     refs: dict[str, Any]
-    axis: str
     rotating: tuple[str, ...]
     accumulated: tuple[str, ...]
     last: int
@@ -153,9 +147,8 @@ class RingExchange(NamedTuple):
             self._signal(self.grads_free, _LEFT)
 
     def _signal(self, semaphore: Any, which: int) -> None:
-        to = self.refs["neighbours"][which]
         core = {} if pl.num_programs(0) == 1 else {"core_index": pl.program_id(0)}
-        pl.semaphore_signal(semaphore, 1, **core, **self._address(to))
+        pl.semaphore_signal(semaphore, 1, device_id=self._address(which), **core)
 
     def _copies(self) -> list[Any]:
         here, there = self.slot, 1 - self.slot
@@ -167,13 +160,12 @@ class RingExchange(NamedTuple):
         return [self._copy(n, here, there, *(s.at[i] for s in semaphores)) for i, n in enumerate(self.accumulated)]
 
     def _copy(self, name: str, here: Any, there: Any, sent: Any, arrived: Any) -> Any:
-        buffers, to = self.refs[name], self.refs["neighbours"][_RIGHT]
-        return pltpu.make_async_remote_copy(buffers.at[here], buffers.at[there], sent, arrived, **self._address(to))
+        buffers, to = self.refs[name], self._address(_RIGHT)
+        return pltpu.make_async_remote_copy(buffers.at[here], buffers.at[there], sent, arrived, device_id=to)
 
-    def _address(self, to: Any) -> dict[str, Any]:
-        if _BY_AXIS:
-            return {"device_id": {self.axis: to}}
-        return {"device_id": to, "device_id_type": pl.DeviceIdType.LOGICAL}
+    def _address(self, which: int) -> dict[str, Any]:
+        neighbour = self.refs["neighbours"]
+        return {name: neighbour[which, i] for i, name in enumerate(jax.sharding.get_abstract_mesh().axis_names)}
 
 
 def _start(copies: Iterable[Any]) -> None:

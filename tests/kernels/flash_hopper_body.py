@@ -22,7 +22,11 @@ MUTATIONS = {
     ("mosaic_gpu", what): ("mosaic_gpu", text, mistake)
     for what, text, mistake in (
         ("keys of the first head", "jax.lax.div(self.head, self.call.group), n", "self.head * 0, n"),
-        ("queries of another head", "self.head * self.call.group + jax.lax.div(n, count)", "self.head * self.call.group"),
+        (
+            "queries of another head",
+            "self.head * self.call.group + jax.lax.div(n, count)",
+            "self.head * self.call.group",
+        ),
         ("statistics of another head", "program.head * program.heads + number", "program.head * program.heads"),
         ("rows of another worker", "(self.block * WORKERS + self.worker)", "(self.block * WORKERS)"),
         ("mask of another block", "(block * self.size, shape[1])", "(block * 0, shape[1])"),
@@ -32,11 +36,18 @@ MUTATIONS = {
         ("forgotten sink", 'if "sink" in program.refs else None', "if False else None"),
         (
             "keys let go before their last matmul",
-            "d_q = warpgroup.add_product(d_q, d_products.astype(q.dtype), k)\n        program.release(\"k\", slot)",
-            "program.release(\"k\", slot)\n        d_q = warpgroup.add_product(d_q, d_products.astype(q.dtype), k)",
+            'd_q = warpgroup.add_product(d_q, d_products.astype(q.dtype), k)\n        program.release("k", slot)',
+            'program.release("k", slot)\n        d_q = warpgroup.add_product(d_q, d_products.astype(q.dtype), k)',
         ),
-        ("scores not made weights", "d_v = warpgroup.add_product(d_v, weights", "d_v = warpgroup.add_product(d_v, d_products"),
+        (
+            "scores not made weights",
+            "d_v = warpgroup.add_product(d_v, weights",
+            "d_v = warpgroup.add_product(d_v, d_products",
+        ),
     )
 }
-"""(implementation, mistake) -> (module of the package, text, text with the mistake). None leaves out a wait: the
-simulation copies at once, and stops with an error of its own, or for good, where barriers are not waited for in turn."""
+"""(implementation, mistake) -> (module of the package, text, text with the mistake).
+
+None leaves out a wait: the simulation copies at once, and stops with an error of its own, or for good, where barriers
+are not waited for in turn.
+"""

@@ -6,7 +6,6 @@ Legend: T tokens, A experts per token, E experts, D embed, F width of an expert.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels._compat import interpreting
-from pallas_kernels.fused_moe import fused_moe
+from pallas_kernels.fused_moe import config, fused_moe
 
 PALLAS = ("pallas_tpu",)
 PLAIN = ("reference",)
@@ -69,7 +68,7 @@ MUTATIONS = {(name, what): (name, *edit) for name, edits in _EDITS.items() for w
 def small_pieces() -> Iterator[None]:
     """Parts of 128 inner columns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("pallas_kernels.fused_moe.pallas_tpu"), "PART_BYTES", 0)
+        patch.setattr(config, "PART_BYTES", 0)
         yield
 
 

@@ -19,6 +19,7 @@ from tests.kernels.flash_body import Case, draw, error, forward_and_vjp
 from tests.kernels.flash_hopper_aot import TEMPORARIES, compile_cell
 from tests.kernels.flash_hopper_body import CASES, check, small_pieces
 
+
 @pytest.mark.drawn(0.3)
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_formula(name, rng):

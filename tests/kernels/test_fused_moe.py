@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import explain
 from pallas_kernels._compat import TargetDevice, interpreting
-from pallas_kernels.fused_moe import fused_moe, pallas_tpu
+from pallas_kernels.fused_moe import config, fused_moe
 from pallas_kernels.fused_moe.api import IMPLEMENTATIONS
 from tests.kernels import fused_moe_body
 from tests.kernels.fused_moe_body import CASES, PALLAS, PLAIN, Case, draw, error, oracle
@@ -73,18 +73,18 @@ def test_one_program_serves_any_choice_of_experts(rng):
 
 
 def test_widths_pass_in_whole_lanes():
-    assert pallas_tpu.part_of_width(4096, 14336, 2) == 512
-    assert pallas_tpu.part_of_width(2048, 768, 2) == 768
-    assert pallas_tpu.part_of_width(7168, 2048, 2) == 256
-    assert pallas_tpu.part_of_width(2880, 2880, 2) == 2880, "no divisor in whole lanes: all of it"
+    assert config.part_of_width(4096, 14336, 2) == 512
+    assert config.part_of_width(2048, 768, 2) == 768
+    assert config.part_of_width(7168, 2048, 2) == 256
+    assert config.part_of_width(2880, 2880, 2) == 2880, "no divisor in whole lanes: all of it"
 
 
 def test_a_device_with_little_vmem_sorts_rows(rng, monkeypatch):
     """A v4 has 16 MiB, in which the parts of an expert for 128 tokens were 21."""
     arguments = draw(rng, CASES["two of eight"], np.float32)
     for kind, has_room in (("TPU v4", False), ("TPU v5 lite", True), ("TPU v6 lite", True), ("TPU7x", True)):
-        monkeypatch.setattr(pallas_tpu, "target_device", lambda kind=kind: TargetDevice("tpu", kind))
-        assert pallas_tpu.fits(128, 2048, 768, 2) == has_room
+        monkeypatch.setattr(config, "target_device", lambda kind=kind: TargetDevice("tpu", kind))
+        assert (not config.refusal(128, 2048, 768, 2)) == has_room
         if not has_room:
             with interpreting(), pytest.raises(NotImplementedError, match="48 MiB of VMEM; a TPU v4 has 16"):
                 fused_moe(*arguments, jax.nn.silu, implementation="pallas_tpu")
@@ -100,11 +100,11 @@ def test_what_cannot_be_is_refused(rng, monkeypatch):
     with pytest.raises(NotImplementedError, match="pallas_tpu needs a TPU, not cpu"):
         fused_moe(x, gate, up, down, experts, weights, jax.nn.silu, implementation="pallas_tpu")
     with interpreting():
-        monkeypatch.setattr(pallas_tpu, "MAX_TOKENS", 12)
+        monkeypatch.setattr(config, "MAX_TOKENS", 12)
         with pytest.raises(NotImplementedError, match="takes 12 tokens at most, not 13"):
             fused_moe(x, gate, up, down, experts, weights, jax.nn.silu, implementation="pallas_tpu")
         monkeypatch.undo()
-        monkeypatch.setattr(pallas_tpu, "VMEM_BYTES", 2**10)
+        monkeypatch.setattr(config, "VMEM_BYTES", 2**10)
         with pytest.raises(NotImplementedError, match="MiB of VMEM for 13 tokens of 24 columns and 20 of an"):
             fused_moe(x, gate, up, down, experts, weights, jax.nn.silu, implementation="pallas_tpu")
 

@@ -5,6 +5,7 @@ The TPU kernels run here on one case, another with every seed; `make proof kerne
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,7 +21,9 @@ from pallas_kernels._compat import interpreting
 from pallas_kernels.flash_attention import config
 from pallas_kernels.ring_attention import order, places, ring_attention
 from pallas_kernels.ring_attention.layout import LAYOUTS
+from sharding.isolate import run_isolated
 from tests import environment
+from tests.kernels import ring_aot
 from tests.kernels.ring_body import CASES, Case, check_rings, draw, error, of_cores, split, whole
 from tests.models.jaxprs import equations
 
@@ -162,6 +165,15 @@ def test_which_tpus_have_two_cores():
     }
     assert [kind for kind, count in cores.items() if count == 2] == ["TPU v4", "TPU v5"]
     assert set(cores.values()) == {1, 2}
+
+
+@pytest.mark.drawn(0.5)
+def test_compiles_for_devices_of_two_cores():
+    """Forward and backward, beside a second mesh axis."""
+    shape = dataclasses.asdict(ring_aot.Shape(256, 4, 2, 128, packed=True))
+    arguments = {"shape": shape, "implementation": "pallas_tpu", "shards": 2}
+    found = run_isolated("tests.kernels.ring_aot:compile_on", "v5p:2x2x1", arguments)
+    assert found["temp_bytes"] <= ring_aot.TEMPORARIES * found["bytes"]
 
 
 def test_the_kernels_of_a_tpu_are_refused_elsewhere():

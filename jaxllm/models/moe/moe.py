@@ -28,6 +28,7 @@ from jaxllm.models.params import at_least_f32, constant, use
 from pallas_kernels._compat import vary_over
 from pallas_kernels._dispatch import may_be_default
 from pallas_kernels.fused_moe import fused_moe
+from pallas_kernels.fused_moe.config import refusal
 
 TOKENS = ("batch", "router_seq", None)
 """Tokens in the router: where experts are folded, they are split over ``tensor`` too."""
@@ -204,14 +205,11 @@ class Experts(nnx.Module):
 
 def _is_fused(config: MoeConfig, own: dict[str, Array | Weight], rows: Float[Array, "T D"]) -> bool:
     """Whether one kernel multiplies these tokens with all their experts, which needs no dispatch: a decode step's."""
-    if not may_be_default("fused_moe", "pallas_tpu"):
-        return False
-    from pallas_kernels.fused_moe.pallas_tpu import fits
-
     plain = config.capacity is None and config.clamp is None and not (config.bias or config.up_offset)
-    arrays = all(isinstance(own[name], jax.Array) for name in MATRICES)
+    if not plain or not all(isinstance(own[name], jax.Array) for name in MATRICES):
+        return False
     (tokens, embed), width = rows.shape, own["gate"].shape[2]
-    return plain and arrays and fits(tokens, embed, width, rows.dtype.itemsize)
+    return not refusal(tokens, embed, width, rows.dtype.itemsize) and may_be_default("fused_moe", "pallas_tpu")
 
 
 def _feed_forward(

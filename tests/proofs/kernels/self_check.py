@@ -14,6 +14,7 @@ from tests.proofs.kernels.mutants import bodies, mutated
 
 KERNELS = {
     "flash": ("flash_attention", "pallas_gpu"),
+    "flash_hopper": ("flash_attention", "mosaic_gpu"),
     "grouped": ("grouped_matmul", "pallas_gpu"),
     "grouped_hopper": ("grouped_matmul", "mosaic_gpu"),
     "fused_moe": ("fused_moe", "pallas_tpu"),
@@ -21,6 +22,7 @@ KERNELS = {
     "packed": ("packed_matmul", "pallas_gpu"),
     "paged": ("paged_attention", "pallas_gpu"),
     "cross_entropy": ("linear_cross_entropy", "pallas_gpu"),
+    "recurrent": ("recurrent", "pallas_gpu"),
 }
 """Test body -> operation, and its kernel with mistakes."""
 UNSEEN = {("grouped_hopper", "one operand not masked"): "shown by infinite gradients alone, which no sample gives"}
