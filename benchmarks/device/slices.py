@@ -76,6 +76,7 @@ class Slice:
     platform: str = ""
 
     def is_for(self, platform: str) -> bool:
+        """Whether the slice runs on a platform."""
         return self.platform in ("", platform)
 
 

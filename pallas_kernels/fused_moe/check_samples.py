@@ -25,7 +25,7 @@ def samples(dtype: DTypeLike) -> list[Sample]:
 
 
 def _sample(label: str, chosen: np.ndarray, shape: tuple[int, int, int], dtype: DTypeLike) -> Sample:
-    """Of a choice of experts, their number, and their sizes inwards and outwards."""
+    """Sample of a choice of experts, with their number and their sizes inwards and outwards."""
     count, d, f = shape
     weights = jnp.asarray(np.random.default_rng(0).uniform(0.2, 0.8, chosen.shape), jnp.float32)
     arrays = [normal(0, len(chosen), d, dtype=dtype)]

@@ -147,8 +147,8 @@ class RingExchange(NamedTuple):
             self._signal(self.grads_free, _LEFT)
 
     def _signal(self, semaphore: Any, which: int) -> None:
-        core = {} if pl.num_programs(0) == 1 else {"core_index": pl.program_id(0)}
-        pl.semaphore_signal(semaphore, 1, device_id=self._address(which), **core)
+        core = None if pl.num_programs(0) == 1 else pl.program_id(0)
+        pl.semaphore_signal(semaphore, 1, device_id=self._address(which), core_index=core)
 
     def _copies(self) -> list[Any]:
         here, there = self.slot, 1 - self.slot
@@ -163,7 +163,7 @@ class RingExchange(NamedTuple):
         buffers, to = self.refs[name], self._address(_RIGHT)
         return pltpu.make_async_remote_copy(buffers.at[here], buffers.at[there], sent, arrived, device_id=to)
 
-    def _address(self, which: int) -> dict[str, Any]:
+    def _address(self, which: int) -> dict[str | tuple[str, ...], Any]:
         neighbour = self.refs["neighbours"]
         return {name: neighbour[which, i] for i, name in enumerate(jax.sharding.get_abstract_mesh().axis_names)}
 

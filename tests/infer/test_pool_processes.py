@@ -183,7 +183,7 @@ def submit(engine: Engine, prompt: list[int], tokens: int = 30) -> Request:
     return engine.submit(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, seed=0, ignore_eos=True))
 
 
-def run_until(engine: Engine, holds: Any, seconds: float = 60.0) -> None:
+def run_until(engine: Engine, holds: Any, seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
