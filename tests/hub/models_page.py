@@ -1,6 +1,6 @@
 """docs/models.md, made of the stored record of `make proof real_models`.
 
-python -m tests.hub.models_page        writes it
+The proof writes it; so does `python -m tests.hub.models_page`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,11 @@ def current() -> str:
     return render(json.loads(RECORD.read_text()), json.loads(MIXTURES.read_text()) if MIXTURES.exists() else None)
 
 
+def write() -> None:
+    """Writes the page."""
+    PAGE.write_text(current())
+
+
 def _gguf(name: str, case: Mapping[str, Any] | None) -> str:
     if case is None:
         return NO_GGUF[name]
@@ -125,5 +130,5 @@ def _worst(case: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(current())
+    write()
     print(PAGE)

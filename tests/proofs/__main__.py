@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from concurrent.futures import BrokenExecutor
@@ -17,6 +18,9 @@ from tests.proofs.covered_code import Tree  # isort: skip
 from tests.proofs.journal import Journal  # isort: skip
 
 STOPPED = 130
+
+PAGES = {"real_models": "tests.hub.models_page", "moe_models": "tests.hub.models_page"}
+"""Modules that write the page of documentation made of an issue's record."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,6 +108,8 @@ def _run(issue: str, seed: int | None, jobs: int, console: Console, names: list[
             f"passed: {case.proof.name}, {case.run} of {case.proof.count}, {case.seconds:.0f} s, {case.worst}; "
             f"stored in {path.relative_to(environment.ROOT)}"
         )
+        if issue in PAGES:
+            importlib.import_module(PAGES[issue]).write()
 
     try:
         runner.run(chosen, journal, jobs, console, failed=failed, completed=completed)
