@@ -422,10 +422,10 @@ def test_a_step_broken_off_by_anything_else_ends_the_engine(tmp_path, monkeypatc
 
 
 @pytest.mark.drawn(2)
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", ["llama", "deep gemma2"])
 def test_requests_have_adapters_of_their_own(model, float64):
     """Two adapters by turns in one slot, and the base: each request gets what its merged model says. The layers of one
-    model are alike, those of the other make groups.
+    model are alike, those of the other make three groups of two, and one more.
     """
     config = dataclasses.replace(engines.ENGINES["roomy"], adapter_slots=1)
     engine = engines.build(config, model, "float64", placement=WeightPlacement(1, 1))

@@ -69,28 +69,32 @@ def expected(x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, 
     return ((dy @ qw.T) * mx) @ h, h @ ((qx.T @ dy) * mw)
 
 
+def drawn(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draws: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of both operands in many draws, which are the first dimension."""
+
+    def one(key: Any, x: Any, w: Any, dy: Any) -> Any:
+        return jax.vjp(lambda x, w: mxfp4_matmul.mxfp4_matmul(1, None, x, w, jax.random.key_data(key)), x, w)[1](dy)
+
+    keys = jax.random.split(jax.random.key(seed), draws)
+    dx, dw = quick.jit(jax.vmap(one, (0, None, None, None)))(keys, x, w, dy)
+    return np.asarray(dx, np.float64), np.asarray(dw, np.float64)
+
+
+def standard_errors(samples: np.ndarray, mean: Any) -> float:
+    """How far the means over draws are from the right ones: the largest over elements."""
+    spread = samples.std(axis=0, ddof=1) / len(samples) ** 0.5 + 1e-9
+    return float(np.max(np.abs(samples.mean(axis=0) - mean) / spread))
+
+
 def deviations(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draws: int = 256, seed: int = 0) -> tuple[float, float]:
     """How far the mean gradients of many draws are from the expected ones, in standard errors.
 
     Returns:
         the largest over elements, and that of the length along the expected gradient.
     """
-
-    def gradients(x: Any, w: Any, dy: Any, keys: Any) -> Any:
-        def one(key: Any) -> Any:
-            pull = jax.vjp(lambda x, w: mxfp4_matmul.mxfp4_matmul(1, None, x, w, jax.random.key_data(key)), x, w)[1]
-            return jnp.concatenate([g.ravel() for g in pull(dy)])
-
-        return jax.vmap(one)(keys)
-
-    found = np.asarray(quick.jit(gradients)(x, w, dy, jax.random.split(jax.random.key(seed), draws)), np.float64)
+    found = np.concatenate([g.reshape(draws, -1) for g in drawn(x, w, dy, draws, seed)], axis=1)
     want = np.concatenate([g.ravel() for g in expected(x, w, dy)])
-
-    def errors(samples: np.ndarray, mean: Any) -> float:
-        spread = samples.std(axis=0, ddof=1) / draws**0.5 + 1e-9
-        return float(np.max(np.abs(samples.mean(axis=0) - mean) / spread))
-
-    return errors(found, want), errors(found @ want / (want @ want), 1.0)
+    return standard_errors(found, want), standard_errors(found @ want / (want @ want), 1.0)
 
 
 def operands(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -107,6 +111,20 @@ def nearest(x: Any, bits: Any) -> Any:
 def test_gradients_are_unbiased(rng):
     """``tests.proofs.policies.fp4`` holds that biased ones are beyond the alarm."""
     assert max(deviations(*operands(rng))) < ALARM
+
+
+@pytest.mark.parametrize("of", ["activations", "weights"])
+def test_the_two_roundings_of_a_matmul_are_independent(of, rng):
+    """Where the gradient is the other operand, errors that went together would add up in the sums of squares, which
+    are the diagonal of the result before it is rotated back.
+    """
+    x, w, _ = operands(rng)
+    h = hadamard(32) / 32**0.5
+    if of == "activations":
+        dy, which, traces = reference(w, 0, 32)[0], 0, lambda dx: np.trace(dx @ h, axis1=-2, axis2=-1)
+    else:
+        dy, which, traces = reference(x, 1, 32)[0], 1, lambda dw: np.trace(h @ dw, axis1=-2, axis2=-1)
+    assert standard_errors(traces(drawn(x, w, dy, 256, 0)[which]), traces(expected(x, w, dy)[which])) < ALARM
 
 
 @pytest.mark.drawn(3)

@@ -16,8 +16,8 @@ MUTANTS = [
     Mutant(
         "unsettled_tokens_are_decoded_from",
         "jaxllm/infer/scheduling/scheduler.py",
-        "        return self._needs_last(sequence) or sequence.unsettled > 0\n",
-        "        return self._needs_last(sequence)\n",
+        "        drafts = bool(self._draft_counts) or any(one.unsettled for one in self.running)\n",
+        "        drafts = bool(self._draft_counts)\n",
         (f"{VERIFICATION}::test_drafting_may_stop_and_begin_while_a_verification_runs",),
     ),
     Mutant(

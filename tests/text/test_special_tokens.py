@@ -46,6 +46,8 @@ def test_names_in_pieces():
     assert run_on.encode(tokenizer, control_tokens.messages(["<|e", "os|>"]))[1] == [*b"<|eos|>", 257]
     begins = ChatTemplate("<|eo{% for m in messages %}{{ m.content }}{% endfor %}")
     assert begins.encode(tokenizer, control_tokens.messages(["s|>"]))[1] == list(b"<|eos|>")
+    ends = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}os|>")
+    assert ends.encode(tokenizer, control_tokens.messages(["<|e"]))[1] == list(b"<|eos|>")
     taken_out = ChatTemplate("{% for m in messages %}{{ m.content.replace('<br>', '') }}{% endfor %}")
     assert taken_out.encode(tokenizer, control_tokens.messages(["<|e<br>os|>"]))[1] == list(b"<|eos|>")
     spelt = ChatTemplate("{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}{% endfor %}")

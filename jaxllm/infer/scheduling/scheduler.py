@@ -333,14 +333,10 @@ class Scheduler:
         """Splits running sequences into those that decode next and those whose prefill is not complete."""
         decodes = [
             s for s in running
-            if (s.length - s.computed == 1 and s.remaining > 0 and not (s.pending and self._waits(s)))
+            if (s.length - s.computed == 1 and s.remaining > 0 and not (s.pending and self._needs_last(s)))
             or (self.draft_runs is not None and s.remaining > 0 and self.draft_runs.may_start(s))
         ]  # fmt: skip
         return decodes, [s for s in running if s.length - s.computed > 1]
-
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether a sequence waits for its pending tokens: for the last one, or because some may be refused."""
-        return self._needs_last(sequence) or sequence.unsettled > 0
 
     def _needs_last(self, sequence: Sequence) -> bool:
         """Whether the host has to know a sequence's last token before it decodes the next.
