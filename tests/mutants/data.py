@@ -181,6 +181,6 @@ MUTANTS = [
         "jaxllm/data/context_by_need.py",
         "rows[i] = at = fits[np.argmin(work[fits])]",
         "rows[i] = at = fits[np.argmin(room[fits])]",
-        ("tests/train/test_context_by_need.py::test_work_is_more_even_than_on_a_static_mesh",),
+        ("tests/train/test_context_by_need.py::test_short_documents_go_where_the_least_work_is",),
     ),
 ]

@@ -64,7 +64,7 @@ MUTANTS = [
         "jaxllm/optim/muon.py",
         "                max(math.prod(",
         "                min(math.prod(",
-        ("tests/optim/test_kinds.py::test_muon_makes_each_layers_matrix_orthogonal",),
+        ("tests/optim/test_kinds.py::test_muon_has_nesterov_momentum",),
     ),
     Mutant(
         "eight_bit_scale_of_the_largest_value",

@@ -93,6 +93,11 @@ def test_work_is_more_even_than_on_a_static_mesh(rng, rows, devices, accumulate)
     assert 1 <= by_need.imbalance(work) < by_need.imbalance(static)
 
 
+def test_short_documents_go_where_the_least_work_is():
+    """Those of four tokens would both fit into the slot of one device."""
+    np.testing.assert_array_equal(ContextSlots(1, 2, 8, 8, 16).place([4, 2, 4, 2]).work, [[13, 13]])
+
+
 def test_rows_that_no_ring_holds_are_refused(tmp_path):
     by_need_of = dataclasses.replace(ParallelConfig(), context="by_need", slot=4)
     config = runs.run_config(tmp_path, mesh="data=2,context=2", parallel=by_need_of)
