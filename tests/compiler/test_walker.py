@@ -252,10 +252,13 @@ def test_what_a_ring_sends(kind, summed, seconds):
     assert ring_seconds(exchange, 100.0, 1.0) > seconds
 
 
-def test_groups_in_all_notations(rng):
-    """A mesh of drawn sizes and a drawn set of its axes: listed, by iota and by mesh they are the same groups."""
+@pytest.mark.parametrize("given", [((2, 3, 4), (0, 2)), None], ids=["one mesh", "drawn"])
+def test_groups_in_all_notations(given, rng):
+    """A mesh and a set of its axes: listed, by iota and by mesh they are the same groups."""
     shape = rng.integers(1, 5, 3).tolist()
     chosen = np.flatnonzero(rng.integers(0, 2, 3)).tolist() or [1]
+    if given is not None:
+        shape, chosen = map(list, given)
     count, rest = int(np.prod(shape)), [i for i in range(3) if i not in chosen]
     order = [*rest, *chosen]
     wanted = (
