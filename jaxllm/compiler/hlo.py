@@ -1,17 +1,19 @@
 """Parser of optimised HLO (``jax.stages.Compiled.as_text()``): computations, instructions, loops and trip counts.
 
-One instruction a line: ``%name = shape opcode(operands), attributes``. It reads what the compilers for TPU, GPU and CPU
-really print; see https://openxla.org/xla/operation_semantics.
+One instruction: ``%name = shape opcode(operands), attributes``, whose attributes may go on over further lines. It
+reads what the compilers for TPU, GPU and CPU really print; see https://openxla.org/xla/operation_semantics.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_END = re.compile(r"\}(, execution_thread=.*)?$")  # a line of metadata may begin with a brace too
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -127,22 +129,24 @@ def parse(text: str) -> Module:
         HloError: it has no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry = name = root = ""
+    entry = name = root = last = ""
     instructions: dict[str, Instruction] | None = None
     for line in text.splitlines():
         if instructions is None:
             if header := _HEADER.match(line):
                 name, root, instructions = header[2], "", {}
                 entry = name if header[1] else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             if instructions:
-                last = root or next(reversed(instructions))
-                computations[name] = Computation(name, instructions, instructions[last])
+                computations[name] = Computation(name, instructions, instructions[root or last])
             instructions = None
         elif found := _INSTRUCTION.match(line):
-            instruction = _instruction(found[2], line[found.end() :])
-            instructions[instruction.name] = instruction
-            root = instruction.name if found[1] else root
+            last = found[2]
+            instructions[last] = _instruction(last, line[found.end() :])
+            root = last if found[1] else root
+        elif instructions:  # the TPU compiler prints a kernel's metadata on lines of their own
+            begun = instructions[last]
+            instructions[last] = dataclasses.replace(begun, attributes=begun.attributes + line)
     if entry not in computations:
         raise HloError(f"this is not the text of a compiled program: {text[:80]!r}")
     head = text[: text.find("\n")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -51,6 +52,16 @@ def programs(mesh: Mesh) -> dict[str, tuple[Callable, P]]:
     def shift(x):
         return jax.lax.ppermute(x, "tensor", ring)
 
+    def sine(x):
+        """On TPUs by a kernel with metadata, which the compiler prints on lines of its own."""
+
+        def kernel(x_ref, out_ref):
+            out_ref[...] = jnp.sin(x_ref[...])
+
+        if mesh.devices.flat[0].platform != "tpu":
+            return jnp.sin(x)
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), metadata={"mesh_axes": "tensor"})(x)
+
     def scatter_and_gather(x):
         part = jax.lax.psum_scatter(x, "tensor", tiled=True)
         return jax.lax.all_gather(jnp.sin(part), "tensor", tiled=True)
@@ -86,6 +97,7 @@ def programs(mesh: Mesh) -> dict[str, tuple[Callable, P]]:
         "scan of two": (manual(mesh, rows)(repeat(6, scatter_and_gather)), rows),
         "ring in a scan": (manual(mesh, all_rows)(repeat(5, lambda x: jnp.sin(shift(x)))), all_rows),
         "scan in a scan": (manual(mesh, rows)(repeat(5, repeat(3, lambda x: jnp.sin(psum(x))))), rows),
+        "kernel in a scan": (manual(mesh, rows)(repeat(7, lambda x: sine(psum(x)))), rows),
         "countdown": (manual(mesh, rows)(countdown), rows),
         "until small": (manual(mesh, rows)(until_small), rows),
         "branches": (manual(mesh, rows)(branches), rows),

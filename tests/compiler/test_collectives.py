@@ -26,6 +26,7 @@ EXPECTED = {
     "scan of two": [Collective("all-gather", 4, HALF, 6), Collective("reduce-scatter", 4, HALF, 6)],
     "ring in a scan": [Collective("collective-permute", 4, EIGHTH, 5)],
     "scan in a scan": [Collective("all-reduce", 4, HALF, 15)],
+    "kernel in a scan": [Collective("all-reduce", 4, HALF, 7)],
     "countdown": [Collective("all-reduce", 4, HALF, 5)],
     "until small": [Collective("all-reduce", 4, HALF, 1)],
     "branches": [Collective("all-reduce", 4, HALF, 2)],

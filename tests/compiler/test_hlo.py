@@ -167,6 +167,18 @@ def test_the_compilers_own_note_comes_first():
     assert collectives.read(loop(note=note)).collectives[0].count == 9
 
 
+def test_an_instruction_over_several_lines_is_read_whole():
+    """As the TPU compiler prints the metadata of a kernel that names axes of a mesh."""
+    metadata = 'frontend_attributes={kernel_metadata={\n"mesh_axes":"[\\"context\\"]"\n}}, metadata={op_name="step"}'
+    text = loop(update=f"add(%i, %one), {metadata}")
+    assert turns(text) == 5
+    assert collectives.read(text).collectives[0].count == 5
+    body = hlo.parse(text).computations["body"]
+    assert body.root.name == "out"
+    assert list(body.instructions) == ["s", "one", "i", "next", "x", "sum", "n", "out"]
+    assert body.instructions["next"].attributes == ", " + metadata.replace("\n", "")
+
+
 def test_a_program_is_read_whole():
     compiled = jax.jit(lambda x: jax.lax.fori_loop(0, 6, lambda i, c: jnp.tanh(c @ c), x)).lower(jnp.ones((8, 8)))
     text = compiled.compile(environment.AS_EVER).as_text()
