@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from tests import environment
-from tests.proofs import stored
-
-
-def measured(group: str, name: str) -> Any:
-    """Worst errors of a stored proof."""
-    cases = json.loads((stored.FOLDER / f"{group}.json").read_text())["cases"]
-    return next(case["worst_error"] for case in cases if case["name"] == name)
-
-
-def loading() -> list[str]:
-    found = measured("real_models", "smollm2_memory")
-    return [f"{found[dtype]:.2f}" for dtype in ("float32", "bfloat16")]
-
-
-FIGURES: dict[str, tuple[str, str, Callable[[], list[str]]]] = {
-    "loading": (
-        "performance.md",
-        r"peak memory of ([\d.]+) \(float32\) and ([\d.]+) \(bfloat16\) of the weights' bytes",
-        loading,
-    ),
-}
-"""What -> (page of docs/, pattern whose groups are the figures, the figures)."""
+from tests.docs import quoted_figures
+from tests.docs.quoted_figures import FIGURES, Quoted
 
 
 @pytest.mark.parametrize("what", FIGURES)
 def test_a_page_quotes_the_record(what):
-    page, pattern, figures = FIGURES[what]
-    text = (environment.ROOT / "docs" / page).read_text()
-    found = re.findall(pattern.replace(" ", r"\s+"), text)
-    assert [list(one) for one in found] == [figures()]
+    quoted = FIGURES[what]
+    assert quoted.text() == quoted.filled(), "run python -m tests.docs.quoted_figures"
+
+
+def test_figures_are_put_into_the_passage_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(quoted_figures.environment, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "page.md"
+    quoted = Quoted("page.md", ("peak of ", " and ", " bytes"), lambda: ["1.5", "22"])
+    page.write_text("A peak of 3. A peak\nof 1.07 and 1.13\nbytes. 7 bytes.\n")
+    assert quoted.filled() == "A peak of 3. A peak\nof 1.5 and 22\nbytes. 7 bytes.\n"
+    page.write_text("nothing\n")
+    with pytest.raises(ValueError, match=r"docs/page\.md has 0 passages"):
+        quoted.filled()

@@ -36,7 +36,8 @@ For every family, transformers makes and runs random tiny models with the family
 sliding windows and the layers that have them, soft-caps, biases, tied embeddings or not, every rotary scaling), and
 jaxllm is compared with it. Errors are the worst seen: of logits `max |jaxllm - transformers| / max |transformers|`, of
 gradients `||jaxllm - transformers|| / ||transformers||` by leaf. In float64, transformers' own code runs in float64
-throughout. The most likely token is equal wherever the reference's best two logits are 1e-4 apart.
+throughout. In float32 the most likely token is equal everywhere; models and texts for which rounding could change it,
+because transformers' best two logits are within 1e-4 of each other, are drawn again.
 
 | family | models | forward | in float32 | prefill + decode | packed, padded | gradients | round trip | GGUF |
 |---|---|---|---|---|---|---|---|---|

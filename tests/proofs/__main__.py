@@ -19,8 +19,11 @@ from tests.proofs.journal import Journal  # isort: skip
 
 STOPPED = 130
 
-PAGES = {"real_models": "tests.hub.models_page", "moe_models": "tests.hub.models_page"}
-"""Modules that write the page of documentation made of an issue's record."""
+PAGES = {
+    "real_models": ("tests.hub.models_page", "tests.docs.quoted_figures"),
+    "moe_models": ("tests.hub.models_page",),
+}
+"""Modules that write what pages of documentation have from an issue's record."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,8 +111,8 @@ def _run(issue: str, seed: int | None, jobs: int, console: Console, names: list[
             f"passed: {case.proof.name}, {case.run} of {case.proof.count}, {case.seconds:.0f} s, {case.worst}; "
             f"stored in {path.relative_to(environment.ROOT)}"
         )
-        if issue in PAGES:
-            importlib.import_module(PAGES[issue]).write()
+        for page in PAGES.get(issue, ()):
+            importlib.import_module(page).write()
 
     try:
         runner.run(chosen, journal, jobs, console, failed=failed, completed=completed)

@@ -27,13 +27,11 @@ from tests.hub.test_huggingface import same_files
 from tests.proofs.harness import proof
 
 GAP = 1e-4
-"""Where the reference's best two logits are closer than this, which is best is not compared."""
+"""Between the reference's best two logits of every position; rounding may swap closer ones."""
 ROUNDING = 3e-6
 MARGIN = 2e-5
 """Of routers, between the last expert chosen and the first that is not; float32 is wrong by some 1e-6 of it."""
 ROWS = 20
-EXCLUDED = 0.01
-"""How much of a text may be left out for that."""
 
 
 def positions_of(tokens: np.ndarray) -> jax.Array:
@@ -123,26 +121,28 @@ def equal_in_float64(name: str, seed: int) -> dict[str, float]:
 def well_conditioned(name: str, seed: int) -> tuple[peers.Peer, np.ndarray]:
     """Random model and texts with float32-stable logits: transformers' own are within ROUNDING of its float64 ones.
 
-    And no router is so undecided that rounding could change its choice, here or there.
+    And no router and no choice of the best token is so undecided that rounding could change it, here or there.
 
-    Others would compare the rounding of two programs.
+    Others would compare the rounding of two programs. Whole draws are left out, not positions: with a window of one
+    token the logits depend on that token alone, and a near tie is at every place where it stands.
     """
-    for attempt in range(seed, seed + 100):
+    for attempt in range(seed, seed + 100_000, 1000):  # the next case may have the next seed
         peer = peers.peer(name, attempt)
-        # Rows enough that a near tie or two are well below EXCLUDED.
         shape = ROWS, peers.LENGTH
         tokens = np.random.default_rng(attempt).integers(1, peer.model.config.vocab_size, shape, np.int32)
         with peers.float64():
             wide = peer.wide()
             exact = peers.logits_of(wide, tokens)
             margin = peers.chosen_of(wide, tokens).margin if name in peers.MIXTURES else np.inf
-        if margin > MARGIN and error(peer.logits(tokens).astype(np.float64), exact) < ROUNDING:
+        best = np.sort(exact, axis=-1)
+        decided = margin > MARGIN and (best[..., -1] - best[..., -2]).min() > GAP
+        if decided and error(peer.logits(tokens).astype(np.float64), exact) < ROUNDING:
             return peer, tokens
     raise AssertionError(f"100 ill-conditioned draws of {name} in a row from seed {seed}")
 
 
 def equal_in_float32(name: str, seed: int) -> dict[str, float]:
-    """The logits as people compute them; the likeliest token equal wherever the reference is not undecided."""
+    """The logits as people compute them; the likeliest token equal everywhere."""
     peer, tokens = well_conditioned(name, seed)
     short = tokens[:2, : peers.SHORT]
     with tempfile.TemporaryDirectory() as folder:
@@ -151,13 +151,10 @@ def equal_in_float32(name: str, seed: int) -> dict[str, float]:
     got = full(loaded.config, loaded.params, tokens)
     for ours, theirs in zip(*chosen(loaded.config, loaded.params, peer.model, tokens), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    best = np.sort(want, axis=-1)
-    decided = best[..., -1] - best[..., -2] > GAP
-    np.testing.assert_array_equal(got.argmax(-1)[decided], want.argmax(-1)[decided])
+    np.testing.assert_array_equal(got.argmax(-1), want.argmax(-1))
     return {
         "forward": error(got, want),
         "decode": error(cached(loaded.config, loaded.params, short), want_short),
-        "excluded": float(1 - decided.mean()),
     }
 
 
@@ -251,7 +248,7 @@ def register(name: str) -> None:
         name=f"{name}_float32",
         count=30,
         sample=1,
-        bound={"forward": 1e-5, "decode": 1e-5, "excluded": EXCLUDED},
+        bound={"forward": 1e-5, "decode": 1e-5},
     )
     def in_float32(seed: int) -> dict[str, float]:
         return equal_in_float32(name, seed)
