@@ -67,8 +67,8 @@ MUTATIONS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("xla_bands", "chunks not added up"): ("bands", "d_rows += jnp", "d_rows = jnp"),
     ("xla_bands", "bands not added up"): (
         "bands",
-        "_update(d_hidden, _slice(d_hidden, start, count) + more",
-        "_update(d_hidden, more",
+        "update_rows(d_hidden, slice_rows(d_hidden, start, count) + more",
+        "update_rows(d_hidden, more",
     ),
     ("xla_bands", "last piece missing"): ("bands", "if rest else state", "if False else state"),
     ("xla_bands", "cap's slope missing"): ("bands", "of_target, 0.0)) * slope", "of_target, 0.0))"),

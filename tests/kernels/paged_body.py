@@ -98,7 +98,7 @@ PACKAGE = "pallas_kernels.paged_attention"
 KILLERS = ("everything", "everything, decode", "pages of 32", "trees, window", "trees of two words")
 """Cases that a mutant is tried on, until one fails."""
 
-_WRONG_SLOT = {"wrong slot": ("reference", "page, :, slot].set", "page, :, slot - 1].set")}
+_WRONG_SLOT = {"wrong slot": ("reference", "heads, slot[:, None]]", "heads, slot[:, None] - 1]")}
 _TPU = {
     "mask off by one": ("(at <= place)", "(at < place)"),
     "window off by one": ("(at > place - window)", "(at >= place - window)"),
