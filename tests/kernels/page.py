@@ -59,6 +59,11 @@ def record() -> Mapping[str, Any] | None:
     return json.loads(RECORD.read_text()) if RECORD.exists() else None
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Writes the tables."""
     PAGE.write_text(render(PAGE.read_text(), record(), matrices()))
+
+
+if __name__ == "__main__":
+    write()
     print(PAGE)

@@ -53,6 +53,11 @@ def render(page: str, record: Mapping[str, Any]) -> str:
     return page[:start] + table(each) + page[page.index(END, start) :]
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Writes the table."""
     PAGE.write_text(render(PAGE.read_text(), stored.read("parallelism")))
+
+
+if __name__ == "__main__":
+    write()
     print(PAGE)

@@ -22,6 +22,8 @@ STOPPED = 130
 PAGES = {
     "real_models": ("tests.hub.models_page", "tests.docs.quoted_figures"),
     "moe_models": ("tests.hub.models_page",),
+    "parallelism": ("tests.parallel.page",),
+    "kernels": ("tests.kernels.page",),
 }
 """Modules that write what pages of documentation have from an issue's record."""
 
