@@ -5,7 +5,6 @@ A page that is made of a record as a whole has a module of its own (``tests.hub.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,8 +48,7 @@ class Quoted(NamedTuple):
 
 def measured(group: str, name: str) -> Any:
     """Worst errors of a stored proof."""
-    cases = json.loads((stored.FOLDER / f"{group}.json").read_text())["cases"]
-    return next(case["worst_error"] for case in cases if case["name"] == name)
+    return next(case["worst_error"] for case in stored.read(group)["cases"] if case["name"] == name)
 
 
 def loading() -> list[str]:
