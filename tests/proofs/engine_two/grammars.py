@@ -49,8 +49,12 @@ def json_schemas_random_model(seed: int) -> dict[str, float]:
     return _cut(writer(), seed, 10, 400, list(b"Fill in: "))
 
 
-@proof("engine_two", count=100, sample=1, bound=0.4, counts=("validated",), parallel=False)
+@proof("engine_two", count=20, sample=1, bound=0.4, counts=("validated",), parallel=False)
 def json_schemas_smollm2(seed: int) -> dict[str, float]:
-    """The same with the real SmolLM2, five schemas a trial."""
+    """The same with the real SmolLM2, 25 schemas a trial.
+
+    The bound is on the share of one trial. max_tokens truncates a tenth of these completions, so among five a
+    trial three or more are cut once in a hundred trials by chance alone; among 25, more than ten hardly ever.
+    """
     llm = smollm2()
-    return _cut(llm.engine, seed, 5, 300, llm.ids("Fill in this form with what comes to your mind. Answer in JSON:\n"))
+    return _cut(llm.engine, seed, 25, 300, llm.ids("Fill in this form with what comes to your mind. Answer in JSON:\n"))
