@@ -9,6 +9,7 @@ HOST = (f"{HAND}::test_bytes_to_the_host_are_no_bytes_of_device_memory",)
 UNKNOWN = f"{HAND}::test_loops_of_unknown_length"
 NESTED = f"{HAND}::test_a_loop_of_unknown_length_within_another"
 WALKER = "jaxllm/compiler/program_walker.py"
+LINES = "tests/compiler/test_hlo.py::test_an_instruction_over_several_lines_is_read_whole"
 
 MUTANTS = [
     Mutant(
@@ -136,6 +137,20 @@ MUTANTS = [
         "width = int(packed) if packed else",
         "width = 8 if packed else",
         ("tests/compiler/test_hlo.py::test_bytes_of_odd_shapes",),
+    ),
+    Mutant(
+        "any_line_with_a_brace_ends_a_computation",
+        "jaxllm/compiler/hlo.py",
+        "        elif _END.match(line):\n",
+        '        elif line.startswith("}"):\n',
+        (LINES,),
+    ),
+    Mutant(
+        "further_lines_of_an_instruction_are_left_out",
+        "jaxllm/compiler/hlo.py",
+        "attributes=begun.attributes + line",
+        "attributes=begun.attributes",
+        (LINES,),
     ),
     Mutant(
         "all_reduce_on_a_ring_sends_once",
