@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.infer import Engine, SamplingParams
+from jaxllm.infer.runner.runner_protocol import Runner
 from jaxllm.infer.scheduling.policies import Fair, FirstCome, Priority, Shortest
 from jaxllm.plan.formulas.serving_step import BatchWork, StepCost
 from jaxllm.plan.hardware import Cluster
@@ -57,6 +58,12 @@ class Clocked:
             ready = max(ready, self.free.get(stage, 0.0)) + cost.seconds
             self.free[stage] = ready
         return Ready(self, ready, self.runner.run(shape, packed, *masks))
+
+
+for _name in vars(Runner):
+    # Since Python 3.12 `isinstance` of a protocol looks at the class alone, where `__getattr__` is not asked.
+    if not _name.startswith("_") and _name not in vars(Clocked):
+        setattr(Clocked, _name, property(lambda self, name=_name: getattr(self.runner, name)))
 
 
 @dataclass
