@@ -84,13 +84,17 @@ def test_documents_take_the_devices_that_they_need(rng, layout):
 
 @pytest.mark.parametrize(("rows", "devices", "accumulate"), [(1, 8, 8), (2, 4, 4), (4, 2, 2)])
 def test_work_is_more_even_than_on_a_static_mesh(rng, rows, devices, accumulate):
-    batch = by_need.mixed_batch(int(rng.integers(2**16)), 32, 512, 16)
+    """On average over batches: documents are placed greedily, and one batch in a thousand lies better as it came."""
     slots = ContextSlots(rows, devices, 32 * 512 // (accumulate * rows * devices), 512, 32 * 512)
-    work = by_need.slot_work(slots, batch)
-    np.testing.assert_array_equal(work, slots.place(document_lengths(batch.segment_ids)).work)
-    static = by_need.static_work(batch, rows, devices, accumulate)
-    assert work.sum() == static.sum()
-    assert 1 <= by_need.imbalance(work) < by_need.imbalance(static)
+    found = []
+    for seed in rng.integers(2**16, size=8):
+        batch = by_need.mixed_batch(int(seed), 32, 512, 16)
+        work, static = by_need.slot_work(slots, batch), by_need.static_work(batch, rows, devices, accumulate)
+        np.testing.assert_array_equal(work, slots.place(document_lengths(batch.segment_ids)).work)
+        assert work.sum() == static.sum()
+        found.append((by_need.imbalance(work), by_need.imbalance(static)))
+    by_slots, by_rows = np.mean(found, axis=0)
+    assert 1 <= by_slots < 0.95 * by_rows
 
 
 def test_short_documents_go_where_the_least_work_is():
