@@ -13,11 +13,15 @@ import jax
 class LiveBytes:
     """Most bytes on each device of arrays that were made after this.
 
+    Args:
+        counted: arrays that count; all of them, unless told.
+
     Attributes:
         most: by device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: Callable[[jax.Array], bool] = lambda _: True) -> None:
+        self._counted = counted
         self._before = jax.live_arrays()  # kept, so that no other array gets the number of one of these
         self._ids = set(map(id, self._before))
         self.most: Counter[jax.Device] = Counter()
@@ -30,7 +34,7 @@ class LiveBytes:
         """Bytes that are on each device now."""
         found: Counter[jax.Device] = Counter()
         for x in jax.live_arrays():
-            if id(x) not in self._ids:
+            if id(x) not in self._ids and self._counted(x):
                 size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
                 found.update(dict.fromkeys(x.sharding.device_set, size))
         return found
