@@ -43,9 +43,6 @@ class Clocked:
     free: dict[int, float] = field(default_factory=dict)
     chunks: list = field(default_factory=list)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
     def run(self, shape: Any, packed: np.ndarray, *masks: Any) -> Any:
         x = shape.inputs.views(packed[0])
         counts = np.diff(x["starts"])
