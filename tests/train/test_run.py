@@ -43,9 +43,15 @@ def checkpoint_steps(directory: Path) -> list[int]:
 
 
 def assert_same_run(directory: Path, other: Path) -> None:
-    """Bit for bit: every step's loss and gradient norm, once and in order, and every leaf of the last state."""
+    """Bit for bit: every step's loss and gradient norm, once and in order, and every leaf of each state both saved.
+
+    The states come first, the earliest before the others: where two runs part is then between two of them.
+    """
+    saved = sorted({*checkpoint_steps(directory)} & {*checkpoint_steps(other)})
+    assert saved[-1:] == [STEPS]
+    for step in saved:
+        assert hashes(directory, step) == hashes(other, step), f"the states after step {step} differ"
     assert losses(directory) == losses(other)
-    assert hashes(directory) == hashes(other)
 
 
 # What a run leaves
