@@ -14,7 +14,8 @@ from pallas_kernels._mosaic_gpu import HOPPER
 from pallas_kernels.grouped_matmul import grouped_matmul
 from tests.kernels import grouped_hopper_aot
 from tests.kernels.grouped_body import draw, program
-from tests.kernels.grouped_hopper_body import CASES, check
+from tests.kernels.grouped_hopper_body import CASES, MUTATIONS, PACKAGE, check
+from tests.proofs.kernels.mutants import mutated
 
 call = functools.partial(grouped_matmul, implementation="mosaic_gpu")
 
@@ -44,6 +45,13 @@ def test_infinite_rows_of_a_group_stay_in_it():
         np.testing.assert_array_equal(np.delete(one, np.s_[6:36], 0), np.delete(other, np.s_[6:36], 0))
     np.testing.assert_array_equal(clean[2][others], wild[2][others])
     assert not np.isfinite(np.asarray(wild[2][3], np.float32)).any()
+
+
+def test_a_race_is_a_failed_check(rng):
+    """Every tile's copy writes the columns of the first: of jax 0.10 the values are wrong, newer ones end the call."""
+    mistake = MUTATIONS["mosaic_gpu", "columns of the first tile"]
+    with mutated(PACKAGE, *mistake), pytest.raises(AssertionError):
+        check("mosaic_gpu", CASES["groups end in tiles"], rng)
 
 
 @pytest.mark.drawn(0.2)
