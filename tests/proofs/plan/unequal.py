@@ -23,6 +23,7 @@ from jaxllm.plan.unequal.unequal_search import search_unequal
 from jaxllm.plan.unequal.uneven_rows import split_rows, split_state
 from jaxllm.plan.unequal.unit_cost import replica_unit_cost, stage_unit_cost
 from jaxllm.train import RunConfig
+from jaxllm.train.combinations import check_combinations
 from recipes.llama3 import llama3_8b
 from tests.proofs.first_run.parity import compare
 from tests.proofs.harness import proof
@@ -186,10 +187,47 @@ def drawn_cluster(seed: int) -> tuple[RunConfig, UnequalCluster]:
     return dataclasses.replace(run, model=model, data=data), cluster
 
 
+def shares_by_definition(room: list[float], state: float) -> list[int] | None:
+    """Weights of shares of the optimizer state, of which any with these sums and largest weight cost the same: the
+    smallest sum whose largest share is within a twentieth of the least one, else the sum with the smallest such share.
+    """
+    parts = [max(one, 0.0) / state for one in room]
+    if sum(min(one, 1.0) for one in parts) < 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(min(one, middle) for one in parts) >= 1 else (middle, high)
+    best: list[int] = []
+    for total in range(len(room), 257):
+        caps = [int(total * min(one, 1.0)) for one in parts]
+        if min(caps) < 1 or sum(caps) < total:
+            continue
+        largest = next(m for m in range(1, total + 1) if sum(min(cap, m) for cap in caps) >= total)
+        weights = [min(cap, largest) for cap in caps]
+        while sum(weights) > total:
+            weights[weights.index(max(weights))] -= 1
+        if not best or max(weights) / total < max(best) / sum(best):
+            best = weights
+        if max(weights) <= 1.05 * high * total:
+            break
+    return best or None
+
+
+def refuses_shares(run: RunConfig, sizes: dict[str, int], weights: list[int]) -> bool:
+    """Whether training refuses such shares of the optimizer state."""
+    shared = dataclasses.replace(run.parallel, state_shares=tuple(weights))
+    try:
+        check_combinations(dataclasses.replace(run, parallel=shared), sizes)
+    except ValueError:
+        return True
+    return False
+
+
 @proof("plan", count=200, sample=1, bound=1e-9)
 def unequal_search_is_brute_force(seed: int) -> float:
     """Step time of the first plan on a drawn cluster over that of the fastest of all layouts, orders, depths and rows
-    that fit, less 1; costs of units are the planner's.
+    that fit, less 1; costs of units are the planner's. What does not fit counts with shares of the optimizer state.
     """
     run, cluster = drawn_cluster(seed)
     found, fastest = search_unequal(run, cluster).plans, math.inf
@@ -211,16 +249,22 @@ def unequal_search_is_brute_force(seed: int) -> float:
                 sums = max(one.sums for one in own) / slowest
                 ready = lambda n, own=own: max(one.fixed + k * one.micro_batch for one, k in zip(own, n, strict=True))  # noqa: E731
                 if all(one.memory.total <= most for one, most in zip(own, limit, strict=True)):
-                    fastest = min(fastest, ready([laid.accumulate] * units) + sums)
+                    moved = 0.0
+                else:
+                    state = own[0].memory.optimizer
+                    room = [m - one.memory.total + one.memory.optimizer for one, m in zip(own, limit, strict=True)]
+                    weights = shares_by_definition(room, state)
+                    if weights is None or refuses_shares(laid, sizes, weights):
+                        continue
+                    # A unit's new parameters go to all others, in slices as long as the largest.
+                    moved = (units - 1) * max(weights) / sum(weights) * own[0].memory.parameters / slowest
+                fastest = min(fastest, ready([laid.accumulate] * units) + sums + moved)
                 inner = math.prod(size for axis, size in sizes.items() if axis not in ("data", "tensor"))
                 if laid.accumulate == 1 or (laid.parallel.zero == 1 and inner > 1):
                     continue
                 once = max(one.sums_once for one in own) / slowest
-                state = own[0].memory.optimizer
-                room = [m - one.memory.total + one.memory.optimizer for one, m in zip(own, limit, strict=True)]
-                if sum(min(max(one, 0), state) for one in room) >= state:
-                    every = compositions(laid.accumulate * units, units).tolist()
-                    fastest = min(fastest, min(map(ready, every)) + once)
+                every = compositions(laid.accumulate * units, units).tolist()
+                fastest = min(fastest, min(map(ready, every)) + once + moved)
                 continue
             if laid.parallel.schedule != "1f1b" or laid.parallel.offload:
                 continue
