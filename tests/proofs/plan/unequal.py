@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -187,7 +188,7 @@ def drawn_cluster(seed: int) -> tuple[RunConfig, UnequalCluster]:
     return dataclasses.replace(run, model=model, data=data), cluster
 
 
-def shares_by_definition(room: list[float], state: float) -> list[int] | None:
+def shares_by_definition(room: Sequence[float], state: float) -> list[int] | None:
     """Weights of shares of the optimizer state, of which any with these sums and largest weight cost the same: the
     smallest sum whose largest share is within a twentieth of the least one, else the sum with the smallest such share.
     """
