@@ -100,7 +100,7 @@ def drawn_costs(seed: int, units: int = 8) -> OrderCosts:
 def unequal_orders_are_brute_force(seed: int) -> dict[str, float]:
     """Step time of eight devices in the order found, over that of the fastest of all 40,320 with all depths, less 1."""
     costs = drawn_costs(seed)
-    least, found, annealed = exhaustive(costs), exact_order(costs), annealed_order(costs, 1000)
+    least, found, annealed = exhaustive(costs), exact_order(costs), annealed_order(costs)
     assert found is not None
     assert annealed is not None
     return {"branch and bound": abs(found.seconds / least - 1), "annealing": annealed.seconds / least - 1}
