@@ -33,6 +33,9 @@ NEAR = 1e-9
 """Part of a step by which orders are as good as others."""
 ANNEALING_STEPS = 3000
 """Swaps that simulated annealing tries."""
+CHAIN = 1000
+"""Swaps after which it starts again from another order: a step is as long as its slowest message, so from some orders
+no swap of two units is faster though others are by half."""
 
 
 class DeviceOrder(NamedTuple):
@@ -274,20 +277,33 @@ def exact_order(costs: OrderCosts, below: float = math.inf, nodes: float = math.
 
 
 def annealed_order(costs: OrderCosts, steps: int = ANNEALING_STEPS, seed: int = 0) -> DeviceOrder | None:
-    """A fast order by simulated annealing from the given one and from that by speed; the same for the same seed.
+    """A fast order by simulated annealing; the same for the same seed.
+
+    Chains of ``CHAIN`` swaps, or one of all if they are fewer: the first from the given order or that by speed, the
+    others from drawn ones.
 
     Args:
         costs: of the units.
         steps: swaps of two units, or of two stages, that are tried.
         seed: of what is tried.
     """
-    units, each, draw = len(costs.layer), costs.replicas, random.Random(seed)
+    units, draw = len(costs.layer), random.Random(seed)
     starts = [costs.placed(start, exact=False) for start in (tuple(range(units)), _sorted_order(costs))]
     fitting = [start for start in starts if start is not None]
     if not fitting:
         return None  # whether the layers fit depends on their number alone
-    here = best = min(fitting, key=lambda one: one.seconds)
-    warm = 0.1 * best.seconds
+    chains = max(1, steps // CHAIN)
+    best = here = min(fitting, key=_seconds)
+    for chain in range(chains):
+        if chain:
+            here = costs.placed(draw.sample(range(units), units), exact=False) or best
+        best = min(best, _annealed_chain(costs, here, steps // chains, 0.1 * best.seconds, draw), key=_seconds)
+    return costs.placed(best.order)
+
+
+def _annealed_chain(costs: OrderCosts, here: DeviceOrder, steps: int, warm: float, draw: random.Random) -> DeviceOrder:
+    """The fastest order of so many swaps; ``warm`` is the first temperature, in seconds."""
+    units, each, best = len(costs.layer), costs.replicas, here
     for step in range(steps):
         temperature = warm * 1e-4 ** (step / steps)
         order = list(here.order)
@@ -304,8 +320,12 @@ def annealed_order(costs: OrderCosts, steps: int = ANNEALING_STEPS, seed: int = 
         worse = found.seconds - here.seconds
         if worse <= 0 or draw.random() < math.exp(-worse / temperature):
             here = found
-            best = min(best, found, key=lambda one: one.seconds)
-    return costs.placed(best.order)
+            best = min(best, found, key=_seconds)
+    return best
+
+
+def _seconds(order: DeviceOrder) -> float:
+    return order.seconds
 
 
 def _sorted_order(costs: OrderCosts) -> tuple[int, ...]:
